@@ -53,7 +53,7 @@ class _Row:
 
 @dataclass(eq=False)
 class _Block:
-    """Rows that one worker samples together. `answer`: the worker's confirmation, once the block is sent."""
+    """Rows that one worker samples together. `answer`: the worker's confirmation, if it was asked for them."""
 
     shard: int
     rows: list[_Row] = field(default_factory=list)
@@ -91,12 +91,11 @@ class WorkerEngine(Engine):
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._version = 0
-        self._waiting: list[_Row] = []
-        self._unsent: list[_Block] = []
+        self._waiting = _Block(0)  # requests that have no shard yet
         self._arrivals = 0
         self._in_flight = 0
         self._sender: asyncio.Task[None] | None = None
-        self._blocks: set[_Block] = set()  # those in the workers
+        self._blocks: dict[_Block, None] = {}  # those of a worker, in the order of their division
         self._totals = EngineStats()
         self._closed = False
 
@@ -123,7 +122,7 @@ class WorkerEngine(Engine):
             raise StateError("The engine is closed.", "Open a new one to continue sampling.")
         check_request(request)
         row = _Row(request, asyncio.get_running_loop().create_future())
-        self._waiting.append(row)
+        self._waiting.rows.append(row)
         self._arrivals += 1
         self._in_flight += 1
         if self._sender is None or self._sender.done():
@@ -138,12 +137,13 @@ class WorkerEngine(Engine):
 
     def cut(self, request_ids: Collection[str]) -> None:
         wanted = set(request_ids)
-        for row in self._not_sent():
-            if row.request.id in wanted and not row.future.done():
-                row.future.set_exception(CutShort(row.request.resumed_from))
-        for block in self._blocks:
-            if ids := [row.request.id for row in block.rows if row.request.id in wanted]:
-                self._pool.tell(block.shard, Frame("cut", {"ids": ids}))
+        for block in [self._waiting, *self._blocks]:
+            rows = [row for row in block.rows if row.request.id in wanted and not row.future.done()]
+            if rows and block.answer is not None:
+                self._pool.tell(block.shard, Frame("cut", {"ids": [row.request.id for row in rows]}))
+            elif block.answer is None:
+                for row in rows:
+                    row.future.set_exception(CutShort(row.request.resumed_from))
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
         called = time.perf_counter()
@@ -160,7 +160,7 @@ class WorkerEngine(Engine):
     async def close(self) -> None:
         self._closed = True
         error = StateError("The engine is closed.", "Open a new one to continue sampling.")
-        for block in [*self._blocks, _Block(0, self._not_sent())]:
+        for block in [*self._blocks, self._waiting]:
             block.fail(error)
         if self._sender is not None:
             self._sender.cancel()
@@ -170,43 +170,36 @@ class WorkerEngine(Engine):
     async def _send(self) -> None:
         """Send the waiting requests as soon as no more arrive: one block per turn of the event loop, which many workers
         would block otherwise."""
-        while self._waiting:
+        while self._waiting.rows:
             await gather_requests(lambda: self._arrivals)
-            self._divide()
-            while self._unsent:
-                self._begin(self._unsent.pop(0))
+            waiting, self._waiting = self._waiting, _Block(0)
+            shards, blocks = self._pool.sampling, dict[int, _Block]()
+            for row in waiting.rows:
+                shard = shards[shard_of(row.request.group, len(shards))]
+                row.block = blocks.setdefault(shard, _Block(shard))
+                row.block.rows.append(row)
+            self._blocks |= dict.fromkeys(blocks.values())
+            for block in blocks.values():
+                self._begin(block)
                 await asyncio.sleep(0)
-
-    def _divide(self) -> None:
-        """Make blocks of the waiting requests."""
-        waiting, self._waiting = self._waiting, []
-        shards, blocks = self._pool.sampling, dict[int, _Block]()
-        for row in waiting:
-            shard = shards[shard_of(row.request.group, len(shards))]
-            blocks.setdefault(shard, _Block(shard)).rows.append(row)
-        self._unsent = list(blocks.values())
-
-    def _not_sent(self) -> list[_Row]:
-        return [*(row for block in self._unsent for row in block.rows), *self._waiting]
 
     def _begin(self, block: _Block) -> None:
         block.rows = [row for row in block.rows if not row.future.done()]  # callers may have left
         if not block.rows:
+            del self._blocks[block]
             return
         try:
             requests = [replace(row.request, on_tokens=None) for row in block.rows]  # it stays here
             frame = Frame("generate", {"requests": requests})
             block.answer = self._pool.submit(block.shard, frame, partial(self._take, block))
         except Exception as error:  # noqa: BLE001 - it belongs to the callers
+            del self._blocks[block]
             block.fail(error)
             return
-        for row in block.rows:
-            row.block = block
-        self._blocks.add(block)
         block.answer.add_done_callback(partial(self._ended, block))
 
     def _ended(self, block: _Block, answer: asyncio.Future[Frame]) -> None:
-        self._blocks.discard(block)
+        del self._blocks[block]
         if answer.cancelled():
             return
         if (error := answer.exception()) is not None:
@@ -219,6 +212,6 @@ class WorkerEngine(Engine):
 
     def _cancel(self, row: _Row) -> None:
         """Tell the worker that a caller has left."""
-        if row.block in self._blocks:
+        if row.block is not None and row.block.answer is not None and not row.block.answer.done():
             self._pool.tell(row.block.shard, Frame("cancel", {"ids": [row.request.id]}))
             row.block.end_if_done()
