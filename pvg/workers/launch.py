@@ -14,6 +14,7 @@ in a private file: the store of torchrun asks for no password.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -208,27 +209,24 @@ def _watched(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int | None, 
     """Wait for the first process that ends, and then for the others: no longer than GRACE_S, but for a driver that has
     sent the others away (they end with 0) as long as it takes. Returns the exit code of all; None if a rank was lost,
     with the reason in words."""
-    while not any(process.poll() is not None for process in processes):
+    deadline = math.inf
+    while True:
+        codes = [process.poll() for process in processes]
+        if codes[0] is not None and codes[0] >= 0 and codes[0] != EXIT_LOST:
+            return codes[0], ""  # the driver has ended by itself
+        if None not in codes or (time.monotonic() > deadline and 0 not in codes):
+            break
+        if any(code is not None for code in codes):
+            deadline = min(deadline, time.monotonic() + GRACE_S)
         time.sleep(POLL_S)
-    deadline = time.monotonic() + GRACE_S
-    while any(process.poll() is None for process in processes) and (
-        time.monotonic() < deadline or any(process.poll() == 0 for process in processes[1:])
-    ):
-        if (code := processes[0].poll()) is not None and code >= 0 and code != EXIT_LOST:
-            return code, ""  # the driver has ended by itself
-        time.sleep(POLL_S)
-    codes = [process.poll() for process in processes]
-    if codes[0] is not None and codes[0] >= 0 and codes[0] != EXIT_LOST:
-        return codes[0], ""
     for number, code in enumerate(codes):
         if code is not None and code < 0:
             return None, f"Rank {number} was killed by {signal.Signals(-code).name}"
     for number, code in enumerate(codes):
         if code is not None and code != EXIT_LOST:
             return code or None, f"Rank {number} ended before the driver"
-    silent = [number for number, code in enumerate(codes) if code is None]
-    if silent:
-        return None, f"Rank {silent[0]} does not answer"
+    if None in codes:
+        return None, f"Rank {codes.index(None)} does not answer"
     return None, "The ranks lost their connections"
 
 
