@@ -340,6 +340,11 @@ def not_modelled(experiment: Experiment) -> list[str]:
         "workers have copies of the models: the memory is that of one process": workers and not on_gpu,
         "workers divide the cores: an estimated train_token_s is that of one process": workers and not on_gpu,
         f"the exchange of cluster.trainer_ranks = {ranks} is not modelled": ranks is not None and on_gpu,
+        "the policy's log-probs before a batch's steps are computed on the CPU, whose time is not modelled": (
+            ranks is not None
+            and on_gpu
+            and (experiment.rollout.logprobs == "recomputed" or experiment.training.minibatches > 1)
+        ),
         f"cluster.trainer_ranks = {ranks} is not modelled on CPUs": ranks is not None and not on_gpu,
         "rollout.deadline is not modelled: the plan waits for all rollouts of a batch": (
             experiment.rollout.deadline.kind != "none"

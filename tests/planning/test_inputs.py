@@ -88,6 +88,14 @@ def test_notes_say_what_several_processes_are_planned_without(
     assert all(note.startswith(beginning) for note, beginning in zip(notes, beginnings, strict=True))
 
 
+@pytest.mark.parametrize("settings", [{"rollout": {"logprobs": "recomputed"}}, {"training": {"minibatches": 2}}])
+def test_a_driver_of_ranks_on_gpus_that_computes_on_the_cpu_is_no_surprise(settings: dict[str, Any]) -> None:
+    for device, count in (("cuda", 1), ("cpu", 0)):
+        cluster = {"kind": "local", "trainer_ranks": 8}
+        experiment = build_experiment({"models": {"device": device}, "cluster": cluster, **settings})
+        assert sum("computed on the CPU" in note for note in not_modelled(experiment)) == count
+
+
 def test_gpus_divide_the_gradients_and_workers_also_references_and_scores() -> None:
     """A step's operations: 6 of the gradient, 2 of recomputed layers, 2 of the reference."""
     times = {}
