@@ -36,7 +36,7 @@ from pvg.verifier.data import PairSource, VerifierBatch, VerifierTemplate
 from pvg.verifier.losses import PairObjective
 from pvg.workers.local import LocalSupply
 from pvg.workers.pool import WorkerPool
-from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards
+from pvg.workers.training import PAIR_FIELDS, ModelInWorkers, pair_shards
 
 
 class CountingSource:
@@ -87,9 +87,7 @@ class VerifierSide:
         pool = WorkerPool(self._experiment, cluster.workers, LocalSupply())
         stack.push_async_callback(pool.close)
         await pool.start()
-        self._workers = ModelInWorkers(
-            pool, pair_fields(self._experiment.plain()), trainable_parameters(self.verifier), pair_shards
-        )
+        self._workers = ModelInWorkers(pool, PAIR_FIELDS, trainable_parameters(self.verifier), pair_shards)
         await self._workers.prepare()
 
     @property

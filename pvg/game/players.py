@@ -355,10 +355,9 @@ class Players:
         """As `prover_workers`, for a verifier in training."""
         if self.workers is None:
             return None
-        from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards
+        from pvg.workers.training import PAIR_FIELDS, ModelInWorkers, pair_shards
 
-        fields, parameters = pair_fields(self._experiment.plain()), trainable_parameters(verifier)
-        return ModelInWorkers(self.workers, fields, parameters, pair_shards)
+        return ModelInWorkers(self.workers, PAIR_FIELDS, trainable_parameters(verifier), pair_shards)
 
     def template(self, verifier: ScoringModel) -> VerifierTemplate:
         return template_of(self._experiment.prompts, self.task, verifier)

@@ -139,7 +139,7 @@ class Worker:
     # --- models and weights -------------------------------------------------------------------------------------------
 
     def _start(self, frame: Frame) -> Frame:
-        self.experiment = _experiment(frame.fields["experiment"])
+        self.experiment = build_experiment(dict(frame.fields["experiment"]), "the driver's experiment")
         self._device = own_device(frame.fields["device"], frame.fields["worker"])
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -169,16 +169,7 @@ class Worker:
             case "policy":
                 self._models[slot] = self._open_policy(fields)
             case "pairs":
-                experiment = _experiment(fields["experiment"])
-                verifier = open_verifier(
-                    experiment.verifier, experiment.models, experiment.seed, self._device, self.base
-                )
-                longest = verifier.longest_packed if experiment.training.shared_prompts else 0
-                objective = PairObjective(experiment.verifier, verifier.tokenizer.pad_id, longest_packed=longest)
-                if experiment.training.gradient_checkpointing:
-                    checkpoint_layers(verifier.eval())
-                precision = experiment.models.compute_dtype
-                self._models[slot] = TrainedModel(verifier, verifier.eval(), objective, precision)
+                self._models[slot] = self._open_pairs()
             case _:
                 self._models[slot] = self._open_scoring(fields)
 
@@ -191,12 +182,21 @@ class Worker:
             checkpoint_layers(learner.module.eval())
         return TrainedModel(learner, learner.module.eval(), objective, precision)
 
+    def _open_pairs(self) -> TrainedModel:
+        verifier, training = self._open_verifier(), self.experiment.training
+        longest = verifier.longest_packed if training.shared_prompts else 0
+        objective = PairObjective(self.experiment.verifier, verifier.tokenizer.pad_id, longest_packed=longest)
+        if training.gradient_checkpointing:
+            checkpoint_layers(verifier.eval())
+        return TrainedModel(verifier, verifier.eval(), objective, self.experiment.models.compute_dtype)
+
+    def _open_verifier(self, like: VerifierModel | None = None) -> VerifierModel:
+        section, models = self.experiment.verifier, self.experiment.models
+        return open_verifier(section, models, self.experiment.seed, self._device, self.base, like=like)
+
     def _open_scoring(self, fields: Mapping[str, Any]) -> ScoringModel:
-        members: list[VerifierModel] = []
-        for _ in range(fields["members"]):
-            like = members[0] if members else None
-            section, models = self.experiment.verifier, self.experiment.models
-            members.append(open_verifier(section, models, self.experiment.seed, self._device, self.base, like=like))
+        members = [self._open_verifier()]
+        members += [self._open_verifier(like=members[0]) for _ in range(1, fields["members"])]
         if fields["aggregation"] is None:
             return members[0]
         return VerifierEnsemble(members, fields["aggregation"], ScoreScales.none(len(members)))
@@ -391,10 +391,6 @@ class WorkerProcess:
         found = {"peak_bytes": peak_memory()["rss_bytes"]}
         cores = self._cores.take()
         return found if cores is None else {**found, "ran_s": cores.ran_s, "waited_s": cores.waited_s}
-
-
-def _experiment(data: Mapping[str, Any]) -> Experiment:
-    return build_experiment(dict(data), "the driver's experiment")
 
 
 async def _serve(connection: socket.socket) -> None:

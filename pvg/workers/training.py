@@ -41,9 +41,7 @@ def policy_fields(training: Training, rollout: Rollouts) -> dict[str, Any]:
     return {"what": "policy", "training": plain(training), "rollout": plain(rollout)}
 
 
-def pair_fields(experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """How a worker opens the verifier of an experiment (`Experiment.plain`) and its loss."""
-    return {"what": "pairs", "experiment": experiment}
+PAIR_FIELDS = {"what": "pairs"}  # how a worker opens the verifier of its experiment, and its loss
 
 
 def plain(section: Section) -> dict[str, Any]:
