@@ -239,21 +239,6 @@ def check_workers(runs: Path) -> Iterator[CheckResult]:
     yield CheckResult("workers", "ok", f"{counted(workers, 'worker')} by default" if workers else none)
 
 
-def check_temporary_files(runs: Path) -> Iterator[CheckResult]:
-    """The folder of temporary files. torch and workers need one."""
-    yield CheckResult("temporary files", "ok", tempfile.gettempdir())
-
-
-def check_hub(runs: Path) -> Iterator[CheckResult]:
-    """The variables that say how the Hugging Face hub is reached. Sends nothing."""
-    from pvg.hub import check_client
-
-    try:
-        check_client()
-    except PvgError as error:
-        yield CheckResult("hub", "notice", error.message, error.remedy)
-
-
 def check_sandbox(runs: Path) -> Iterator[CheckResult]:
     """How well this machine isolates programs that a model wrote. Only task.kind = "code" runs such programs."""
     from pvg.sandbox.sandbox import probe
@@ -316,8 +301,6 @@ CHECKS: tuple[Callable[[Path], Iterator[CheckResult]], ...] = (
     check_vllm,
     check_models,
     check_runs_folder,
-    check_temporary_files,
-    check_hub,
     check_sandbox,
     check_machine,
     check_workers,

@@ -63,19 +63,17 @@ def test_it_is_healthy_here_and_names_variables_that_have_no_effect(monkeypatch:
 
 
 WITHOUT = "sys.modules['numpy'] = sys.modules['aiohttp'] = sys.modules['psutil'] = None"
-FULL = "tempfile.tempdir, tempfile._candidate_tempdir_list = None, list; os.environ['ALL_PROXY'] = 'ftp://127.0.0.1'"
 
 
 @pytest.mark.parametrize(
     ("broken", "named"),
     [
         (WITHOUT, {"numpy": "cannot be loaded", "aiohttp": "cannot be loaded", "machine": "psutil"}),
-        (FULL, {"temporary files": "No usable", "hub": "ftp"}),
-        ("os.environ['HF_HUB_DOWNLOAD_TIMEOUT'] = 'abc'", {"hub": "abc", "transformers": "abc"}),
+        ("os.environ['HF_HUB_DOWNLOAD_TIMEOUT'] = 'abc'", {"transformers": "abc"}),
     ],
 )
 def test_it_works_on_a_broken_machine_and_names_what_is_broken(broken: str, named: dict[str, str]) -> None:
-    start = f"import os, sys, tempfile\n{broken}\nsys.argv = ['pvg', 'doctor', '--json']\n"
+    start = f"import os, sys\n{broken}\nsys.argv = ['pvg', 'doctor', '--json']\n"
     command = [sys.executable, "-c", f"{start}from pvg_cli.main import app\nsys.exit(app(prog_name='pvg'))"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr

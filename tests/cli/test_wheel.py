@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 SHIPPED = ("experiments", "profiles", "studies")
 
-pytestmark = [pytest.mark.slow, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
