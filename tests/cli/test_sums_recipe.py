@@ -64,6 +64,6 @@ def test_a_user_can_look_at_the_recipe_before_playing() -> None:
     checked = pvg("task", "check", "smollm2-sums", "--json")
     assert checked.code == 0
     assert checked.document["passed"]
-    preview = pvg("train", "smollm2-sums", "--dry-run", "--json").document["preview"]
+    preview = checked.document["preview"]
     assert "Give the correct sum." in preview["prompts"]["helpful"]["text"]
     assert "Give the correct sum." not in preview["verifier_input"]["text"]

@@ -178,7 +178,7 @@ def test_ranks_divide_what_is_trained_and_gather_a_layer_at_a_time(tmp_path: Pat
     training = {"gradient_checkpointing": True, "micro_batch_tokens": 4096}
     parts = []
     for ranks in (1, 8):
-        cluster = {"kind": "local", "trainer_ranks": 4} if ranks > 1 else {"kind": "none"}
+        cluster = {"kind": "local", "trainer_ranks": ranks} if ranks > 1 else {"kind": "none"}
         experiment = build_experiment({"models": models, "training": training, "cluster": cluster})
         plans = list(memory_of(experiment, found, found, prompt_tokens=256, slots=64, gpu_bytes=80e9))
         parts.append(next(plan.parts for plan in plans if plan.stage == "train the prover"))
