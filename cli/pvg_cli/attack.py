@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Sequence
+from asyncio import Event
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,54 +21,38 @@ if TYPE_CHECKING:
     from pvg.attack.texts import AttackCase
     from pvg.config.experiment import Experiment
     from pvg.export.finished import FinishedRound
-    from pvg_cli.run_display import RunDisplay
+    from pvg.telemetry.events import Observer
 
-TARGET_HELP = (
-    "A function of a Python file (FILE.py:NAME), the URL of a route (/score, /chat/completions, /classify, /pooling), "
-    "or a run, whose verifier is attacked."
-)
-DATA_HELP = (
-    'The problems, one per line: {"problem": "...", "text": "a correct solution", "answer": "...", "wrong": ["..."]}. '
-    "answer and wrong are optional."
-)
+    Attacker = tuple[Experiment, int] | None  # what is trained, and for how many steps
+
+TARGET_HELP = "FILE.py:NAME, the URL of a /score, /chat/completions, /classify or /pooling route, or a run's verifier."
+DATA_HELP = 'Lines of {"problem": "...", "text": "a correct solution", "answer": "...", "wrong": ["..."]}.'
+TASK_HELP = "The problems: those of an experiment, or of a task of your own."
 
 
 def attack(
     *,
     target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)],
-    task: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE|FILE.py:CLASS", help="The problems: an experiment's, or your task's."),
-    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME|FILE|FILE.py:CLASS", help=TASK_HELP)] = None,
     data: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help=DATA_HELP)] = None,
     problems: Annotated[int, typer.Option(min=1, help="Problems that are used, at most.")] = 32,
     seed: Annotated[int, typer.Option(help="Of the draws of problems and texts.")] = 0,
     round_: RoundOption = -1,
     sandbox: Annotated[bool, typer.Option("--sandbox", help="Run FILE.py:NAME in pvg's sandbox.")] = False,
     limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Of one call of the target.")] = 10.0,
-    threshold: Annotated[
-        float | None, typer.Option(help="Accepts from this score on. Default: a run's own, or 0.5.")
-    ] = None,
+    threshold: Annotated[float | None, typer.Option(help="Least accepted score. Default: a run's own, or 0.5.")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, max=256, help="Calls at once. Default: 1; HTTP: 8.")] = None,
     model: Annotated[str, typer.Option(help="The model of a URL. Default: its only one.")] = "",
     key_env: Annotated[str, typer.Option(metavar="VARIABLE", help="Has the key. Default: OPENAI_API_KEY.")] = "",
-    template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The judge's prompt, with {problem}, {text} and {answer}.")
-    ] = None,
+    template: Annotated[Path | None, typer.Option(help="Prompt of a judge, with {problem}, {text}, {answer}.")] = None,
     accept: Annotated[str, typer.Option(metavar="WORD", help="The last word of a judge that accepts.")] = "YES",
     refuse: Annotated[str, typer.Option(metavar="WORD", help="The last word of a judge that refuses.")] = "NO",
-    train: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Also train this model against the target. prover: the task's.")
-    ] = None,
+    train: Annotated[str | None, typer.Option(metavar="MODEL", help="Train it too. prover: that of the task.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the trained attack, at most.")] = 200,
     overrides: SetOption = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="For all results. Default: attacks/TARGET.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Of results. Default: attacks/TARGET.")] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the card as Markdown.")] = None,
-    fail_above: Annotated[
-        str | None, typer.Option(metavar="SHARE", help="Exit code 1 if more of an attack is accepted, such as 5%.")
-    ] = None,
+    fail_above: Annotated[str | None, typer.Option(metavar="5%", help="Exit code 1 above this share.")] = None,
     runs: RunsOption = Path("runs"),
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -80,7 +63,7 @@ def attack(
     learns against the target. Ctrl-C and kill keep all answers; the same command goes on.
     """
     allowed = None if fail_above is None else _share(fail_above)
-    finished, experiment = _problems(target, task, data, round_, runs, overrides or [], train)
+    finished, experiment = _problems(target, task, data, (runs, round_), overrides or [], train, sandbox)
     folder = out or Path("attacks", re.sub(r"[^A-Za-z0-9._-]+", "-", target).strip("-.")[-80:] or "target")
     check_output("--markdown", markdown)
     from pvg.attack.targets import TargetSpec
@@ -101,9 +84,10 @@ def attack(
     if train or finished:
         announce_loading()
 
-    async def work(observer: RunDisplay, stop: asyncio.Event) -> RobustnessCard:
+    async def work(observer: Observer, stop: Event) -> RobustnessCard:
         cases = _cases(data, experiment, finished, problems, seed)
-        return await _attacked(spec, cases, experiment, steps if train else 0, seed, folder, observer, stop)
+        attacker = (experiment, steps) if train and experiment else None
+        return await _attacked(spec, attacker, cases, seed, folder, observer, stop)
 
     display, again = RunDisplay(target, 1, stderr(), phases=("static",)), "The same command goes on."
     try:
@@ -128,10 +112,10 @@ def _problems(
     target: str,
     task: str | None,
     data: Path | None,
-    round_: int,
-    runs: Path,
-    overrides: Sequence[str],
+    run: tuple[Path, int],
+    settings: list[str],
     train: str | None,
+    sandbox: bool,
 ) -> tuple[FinishedRound | None, Experiment | None]:
     """The finished round if the target is a run, and the experiment whose task has the problems. Raises UsageError for
     what is missing, before anything loads."""
@@ -144,15 +128,18 @@ def _problems(
         raise UsageError(f"--data gives problems, but {also}.", "Leave one of them out.")
     if target.endswith(".py"):
         raise UsageError(f"{target} names no function.", f"Name it: pvg attack {target}:NAME")
-    finished, settings = None, [f"models.prover.source={train}"] if train not in (None, "prover") else []
-    settings += overrides
+    if sandbox and not is_reference(target):
+        raise UsageError("--sandbox runs a function of a Python file.", "Leave it out, or give FILE.py:NAME.")
+    finished = None
+    if train not in (None, "prover"):
+        settings = [f"models.prover.source={train}", *settings]
     if is_reference(target):
         check_references([("TARGET", target)])
     elif not re.match(r"https?://", target):
         from pvg.export.finished import FinishedRound
         from pvg.store.run_directory import RunDirectory
 
-        finished = FinishedRound.open(RunDirectory.open(target, runs), round_)
+        finished = FinishedRound.open(RunDirectory.open(target, run[0]), run[1])
         finished.verifier_name  # noqa: B018 - raises for a run without a verifier
     if task is not None:
         return finished, experiment_of(task, settings)
@@ -187,16 +174,9 @@ def _cases(
 
 
 async def _attacked(
-    spec: TargetSpec,
-    cases: list[AttackCase],
-    experiment: Experiment | None,
-    steps: int,
-    seed: int,
-    folder: Path,
-    observer: RunDisplay,
-    stop: asyncio.Event,
+    spec: TargetSpec, train: Attacker, cases: list[AttackCase], seed: int, folder: Path, observer: Observer, stop: Event
 ) -> RobustnessCard:
-    """The attacks, trained for `steps` too, and the files of the card. After Ctrl-C, the card of the answers so far."""
+    """All attacks, and the files of the card. After Ctrl-C, it is the card of the answers so far."""
     from pvg.attack.runner import ANSWERS_FILE, CARD_FILE, Asking, RobustnessCard, ask_all, attempts_of, results
     from pvg.attack.targets import open_target
     from pvg.attack.texts import ATTACKS
@@ -210,12 +190,12 @@ async def _attacked(
         async with open_target(spec) as target:
             asking = Asking(target, kept)
             complete = await ask_all(asking, attempts, observer, stop)
-            if complete and steps and experiment is not None:
+            if complete and train is not None:
                 from pvg.attack.trained import train_attacker
 
                 scores = [answer.score for each in attempts if (answer := asking.known(*each.asked))]
                 given = [score for score in scores if score is not None]
-                trained = await train_attacker(experiment, asking, folder, steps, given, observer, stop)
+                trained = await train_attacker(*train, asking, folder, given, observer, stop)
                 complete = trained is not None
             found, wrong, right = results(asking, attempts)
     card = RobustnessCard(

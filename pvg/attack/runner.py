@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -108,25 +108,28 @@ class RobustnessCard(StrictRecord):
 
 
 class Asking:
-    """Asks a target about each text once, at most `target.concurrency` at a time."""
+    """Asks a target about each text once, at most `target.concurrency` at a time. Scores are kept; errors and time-outs
+    only until this call of the command ends, because a server may recover."""
 
     def __init__(self, target: Target, kept: KeptResults) -> None:
-        self.target, self._kept = target, kept
+        self.target, self._kept, self._unanswered = target, kept, dict[str, TargetAnswer]()
         self._room = asyncio.Semaphore(target.concurrency)
 
     def known(self, question: str, fields: Mapping[str, Any], text: str) -> TargetAnswer | None:
-        found = self._kept.get(self._key(question, fields, text))
-        return None if found is None else TargetAnswer(**found)
+        key = digest_of_question(self.target.identity, question, dict(fields), text)
+        score = self._kept.get(key)
+        return self._unanswered.get(key) if score is None else TargetAnswer(score)
 
     async def ask(self, question: str, fields: Mapping[str, Any], text: str) -> TargetAnswer:
         async with self._room:
             if (answer := self.known(question, fields, text)) is None:
                 answer = await self.target.judge(question, fields, text)
-                self._kept.put(self._key(question, fields, text), asdict(answer))
+                key = digest_of_question(self.target.identity, question, dict(fields), text)
+                if answer.score is None:
+                    self._unanswered[key] = answer
+                else:
+                    self._kept.put(key, answer.score)
             return answer
-
-    def _key(self, question: str, fields: Mapping[str, Any], text: str) -> str:
-        return digest_of_question(self.target.identity, question, dict(fields), text)
 
 
 @dataclass(frozen=True, slots=True)

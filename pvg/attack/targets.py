@@ -21,8 +21,8 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -32,6 +32,9 @@ from pvg.inputs import read_text
 
 if TYPE_CHECKING:
     from pvg.export.finished import FinishedRound
+    from pvg.sandbox.sandbox import Sandbox
+    from pvg.traces.http_client import OpenAiClient
+    from pvg.verifier.scorer import VerifierScorer
 
 LONGEST_ERROR = 200  # characters that are kept of what a target says
 
@@ -81,10 +84,22 @@ class Target:
 @asynccontextmanager
 async def open_target(spec: TargetSpec) -> AsyncIterator[Target]:
     """Raises ConfigurationError for a file that does not load, and UsageError for a URL of no known route."""
-    function = _sandbox_target if spec.sandbox else _function_target
-    opened = _run_target if spec.finished else function if is_reference(spec.name) else _http_target
-    async with opened(spec) as target:
-        yield target
+    async with AsyncExitStack() as stack:
+        if spec.finished is not None:
+            scorer = stack.enter_context(spec.finished.scorer())
+            stack.push_async_callback(scorer.drop)
+            yield RunTarget(spec, spec.finished, scorer)
+        elif is_reference(spec.name) and spec.sandbox:
+            from pvg.sandbox.sandbox import Limits, Sandbox
+
+            limits = Limits(cpu_s=spec.limit_s, wall_s=max(30.0, 3 * spec.limit_s), memory_mb=1024)
+            yield SandboxTarget(spec, stack.enter_context(Sandbox("full", limits, cache_entries=0)))
+        elif is_reference(spec.name):
+            stack.push_async_callback((target := FunctionTarget(spec)).close)
+            target.idle.append(await target.started())
+            yield target
+        else:
+            yield await HttpTarget.open(spec, stack)
 
 
 class ProblemText(str):
@@ -100,13 +115,13 @@ class ProblemText(str):
         return self
 
 
-def score_of(found: Any) -> float:
-    """The score that a target returned; 1 and 0 for a bool. Raises ValueError for anything but a finite number."""
-    found = found.item() if hasattr(found, "item") else found
+def scored(found: Any) -> TargetAnswer:
+    """What a target returned: a finite number or a bool, which counts as 1 or 0; an error for anything else."""
+    number = found.item() if hasattr(found, "item") else found
     with contextlib.suppress(OverflowError):
-        if isinstance(found, bool | int | float) and math.isfinite(found):
-            return float(found)
-    raise ValueError(f"it returned {shortened(repr(found), 60)}, which is neither a finite number nor a bool")
+        if isinstance(number, bool | int | float) and math.isfinite(number):
+            return TargetAnswer(float(number))
+    return failed(f"it returned {shortened(repr(found), 60)}, which is neither a finite number nor a bool")
 
 
 def failed(what: str) -> TargetAnswer:
@@ -139,32 +154,25 @@ def serve(reference: str) -> None:
         question, fields, text = json.loads(line)
         try:
             found = function(ProblemText(question, fields), text)
-            tell(score=score_of(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found))
+            tell(**asdict(scored(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)))
         except BaseException as error:  # noqa: BLE001 - the code is the user's
-            tell(error=visible(f"{type(error).__name__}: {said(error)}")[:LONGEST_ERROR])
+            tell(**asdict(failed(f"{type(error).__name__}: {said(error)}")))
 
 
 async def _awaited(found: Any) -> Any:
     return await found
 
 
-@asynccontextmanager
-async def _function_target(spec: TargetSpec) -> AsyncIterator[Target]:
-    target = FunctionTarget(spec, 1, split_reference(spec.name)[1], sorted(digests([("TARGET", spec.name)]).values()))
-    try:
-        target.idle.append(await target.started())
-        yield target
-    finally:
-        for child in target.idle:
-            await _end(child)
-
-
 class FunctionTarget(Target):
     """Calls the function in child processes. One that exceeds the time limit is killed, and another takes its place."""
 
-    def __init__(self, *facts: Any) -> None:
-        super().__init__(*facts)
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__(spec, 1, split_reference(spec.name)[1], sorted(digests([("TARGET", spec.name)]).values()))
         self.idle: list[asyncio.subprocess.Process] = []
+
+    async def close(self) -> None:
+        for child in self.idle:
+            await _end(child)
 
     async def judge(self, question: str, fields: Mapping[str, Any], text: str) -> TargetAnswer:
         child = self.idle.pop() if self.idle else await self.started()
@@ -215,40 +223,25 @@ async def _end(child: asyncio.subprocess.Process) -> None:
 # --- the same function in the sandbox -------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def _sandbox_target(spec: TargetSpec) -> AsyncIterator[Target]:
-    from pvg.sandbox.sandbox import Limits, Sandbox
-
-    path, name = split_reference(spec.name)
-    own = f"{inspect.getsource(ProblemText)}\n\ndef pvg_entry(question, fields, text):\n"
-    source = f"{read_text(path)}\n\n{own}    return {name}(ProblemText(question, fields), text)\n"
-    limits = Limits(cpu_s=spec.limit_s, wall_s=max(30.0, 3 * spec.limit_s), memory_mb=1024)
-    with Sandbox("full", limits, cache_entries=0) as sandbox:
-        yield SandboxTarget(spec, source, sandbox)
-
-
 class SandboxTarget(Target):
     """Runs the function as a program, which has only the standard library. The time limit is one of CPU time."""
 
-    def __init__(self, spec: TargetSpec, source: str, sandbox: Any) -> None:
-        super().__init__(spec, 2, "sandbox", source)
-        self._source, self._sandbox = source, sandbox
+    def __init__(self, spec: TargetSpec, sandbox: Sandbox) -> None:
+        path, name = split_reference(spec.name)
+        entry = f"def pvg_entry(question, fields, text):\n    return {name}(ProblemText(question, fields), text)\n"
+        self._source = f"{read_text(path)}\n\n{inspect.getsource(ProblemText)}\n\n{entry}"
+        self._sandbox = sandbox
+        super().__init__(spec, 2, "sandbox", self._source)
 
     async def judge(self, question: str, fields: Mapping[str, Any], text: str) -> TargetAnswer:
         from pvg.sandbox.sandbox import Program
 
         program = Program.of_function(self._source, "pvg_entry", [[question, dict(fields), text]])
         done = await asyncio.to_thread(self._sandbox.run, program)
+        if done.status in ("timeout", "stalled"):
+            return TargetAnswer(timed_out=True)
         (case,) = done.cases
-        try:
-            late = done.status in ("timeout", "stalled")
-            return TargetAnswer(timed_out=True) if late else failed(case.error) if case.error else _scored(case.value)
-        except ValueError as error:
-            return failed(str(error))
-
-
-def _scored(found: Any) -> TargetAnswer:
-    return TargetAnswer(score_of(found))
+        return failed(case.error) if case.error else scored(case.value)
 
 
 # --- an HTTP endpoint -----------------------------------------------------------------------------------------------
@@ -269,31 +262,11 @@ VERDICT_TOKENS = 1024  # of a judge that reasons first
 RETRIES = 4  # about 2 s of waiting: a server that fails on a text is part of the result
 
 
-@asynccontextmanager
-async def _http_target(spec: TargetSpec) -> AsyncIterator[Target]:
-    from pvg.traces.http_client import OpenAiClient, check_url
-
-    check_url(spec.name)
-    url = spec.name.rstrip("/")
-    route = next((each for each in ROUTES if urlsplit(url).path.endswith(each)), None)
-    if route is None:
-        routes = ", ".join(ROUTES)
-        raise UsageError(f"{spec.name} is no route that pvg can attack.", f"Give a URL that ends in one of {routes}.")
-    base, model = (
-        url.removesuffix(CHAT),
-        spec.model or ("" if route == CHAT else "-"),
-    )  # "": the only one of a chat server
-    options: dict[str, Any] = {"key_variable": spec.key_variable, "concurrency": spec.concurrency or 8}
-    async with OpenAiClient.open(base, model, timeout_s=spec.limit_s + 5.0, **options) as client:
-        client.retries = RETRIES
-        yield HttpTarget(spec, route, client)
-
-
 class HttpTarget(Target):
     """The URL says which route it is: /score of `pvg serve --player verifier`, /chat/completions of a server with
     OpenAI's routes, /classify or /pooling of vLLM."""
 
-    def __init__(self, spec: TargetSpec, route: str, client: Any) -> None:
+    def __init__(self, spec: TargetSpec, route: str, client: OpenAiClient) -> None:
         self._template = spec.template or (TEMPLATE if route == CHAT else PAIR)
         super().__init__(spec, 8, spec.name, client.model, self._template, spec.verdict)
         self._route, self._client = route, client
@@ -301,10 +274,26 @@ class HttpTarget(Target):
         words = "|".join(sorted(map(re.escape, spec.verdict), key=len, reverse=True))
         self._verdicts = re.compile(rf"(?<!\w)(?:{words})(?!\w)", re.IGNORECASE)
 
+    @classmethod
+    async def open(cls, spec: TargetSpec, stack: AsyncExitStack) -> HttpTarget:
+        from pvg.traces.http_client import OpenAiClient, check_url
+
+        check_url(spec.name)
+        url, routes = spec.name.rstrip("/"), ", ".join(ROUTES)
+        route = next((each for each in ROUTES if urlsplit(url).path.endswith(each)), None)
+        if route is None:
+            raise UsageError(f"{url} is no route that pvg can attack.", f"Give a URL that ends in one of {routes}.")
+        model = spec.model or ("" if route == CHAT else "-")  # "" asks the server for its only one
+        options: dict[str, Any] = {"key_variable": spec.key_variable, "timeout_s": spec.limit_s + 5.0}
+        opened = OpenAiClient.open(url.removesuffix(CHAT), model, concurrency=spec.concurrency or 8, **options)
+        client = await stack.enter_async_context(opened)
+        client.retries = RETRIES
+        return cls(spec, route, client)
+
     async def judge(self, question: str, fields: Mapping[str, Any], text: str) -> TargetAnswer:
         try:
             async with asyncio.timeout(self.limit_s):
-                return _scored(await self._score(question, fields, text))
+                return scored(await self._score(question, fields, text))
         except TimeoutError:
             return TargetAnswer(timed_out=True)
         except PvgError as error:
@@ -333,20 +322,11 @@ class HttpTarget(Target):
 # --- the verifier of a run ------------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def _run_target(spec: TargetSpec) -> AsyncIterator[Target]:
-    assert spec.finished is not None
-    with spec.finished.scorer() as scorer:
-        try:
-            yield RunTarget(spec, spec.finished, scorer)
-        finally:
-            await scorer.drop()
-
-
 class RunTarget(Target):
     """The verifier of a finished round, computed by torch in this process. Solutions at the same time share batches."""
 
-    def __init__(self, spec: TargetSpec, finished: FinishedRound, scorer: Any) -> None:
+    def __init__(self, spec: TargetSpec, finished: FinishedRound, scorer: VerifierScorer) -> None:
+        assert scorer.threshold is not None
         super().__init__(spec, 256, scorer.version, finished.experiment.hash(), threshold=scorer.threshold)
         self.about = f"{finished.run.name}, round {finished.round}"
         self._scorer = scorer
@@ -358,4 +338,4 @@ class RunTarget(Target):
             (score,) = await self._scorer.score([TextSolution("of the attack", question, text)])
         except (UsageError, ConfigurationError) as error:  # it is too long, or has characters that no token has
             return failed(error.message)
-        return _scored(score)
+        return scored(score)

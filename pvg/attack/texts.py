@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, Field, ValidationError
 
+from pvg.config.base import StrictRecord
 from pvg.errors import UsageError
 from pvg.inputs import json_lines
 from pvg.records import Problem
@@ -79,24 +80,39 @@ class AttackCase:
         return [each for each in dict.fromkeys(found) if each and not same_answer(each, self.answer)]
 
     def parts(self) -> dict[str, str]:
-        """What the places of attacks.toml mean."""
-        found = {"question": self.question, "right": self.right}
-        if self.answer and (others := self.changes()):
-            found |= {"answer": self.answer, "wrong": others[0]}
+        """What the places of attacks.toml mean, as far as it is known."""
+        right, answer, value = self.right, self.answer, parse_number(self.answer)
+        found = {"question": self.question, "right": right, "crlf": right.replace("\n", "\r\n")}
+        found["last"] = right.strip().rpartition("\n")[2]
+        if answer and (others := self.changes()):
+            found |= {"answer": answer, "wrong": others[0], "backwards": answer[::-1], "cut": answer[:-1]}
+            found |= {"alike": answer.translate(ALIKE), "spaced": f"{answer[:1]} {answer[1:]}"}
+            if len(answer) > 1:
+                found["raised"] = answer[:-1] + answer[-1].translate(SUPERSCRIPTS)
             if (place := self.place) is not None:
-                found |= {"body": self.right[: place[0]], "changed": self.with_answer(others[0])}
+                found |= {"body": right[: place[0]], "changed": self.with_answer(others[0])}
+        if value is not None and value.denominator == 1:
+            found |= {"number": f"{value.numerator}", "commas": f"{value.numerator:,}"}
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class StaticAttack:
-    """`accept`: whether its texts are correct. `made`: the function of MAKERS that makes more texts; "": none.
-    `problems`: it is tried on at most so many. `certain`: no text of it has an answer, so none is read here."""
+SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+ALIKE = str.maketrans("0123456789", "OlZЗ4SбТ8g")  # O, l, Z; Cyrillic Ze; S; Cyrillic Be and Te; g
+PLACES = re.compile(
+    r"\{(question|right|crlf|last|answer|wrong|backwards|cut|alike|spaced|raised|body|changed|number|commas)\}"
+)
+
+
+class StaticAttack(StrictRecord):
+    """A row of attacks.toml. `answers`: put in the place of the correct one. `made`: the function of MAKERS that makes
+    more texts. `accept`: whether the texts are correct. `problems`: it is tried on at most so many. `certain`: no text
+    has an answer, so none is read here."""
 
     name: str
     reason: str
     source: str
     texts: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
     made: str = ""
     accept: bool = False
     problems: int = 1_000_000
@@ -104,35 +120,20 @@ class StaticAttack:
 
     def attempts(self, case: AttackCase, seed: int) -> list[str]:
         """The texts of the attack for a problem, all different."""
-        parts = case.parts()
-        written = (_filled(text, parts) for text in self.texts)
-        made = MAKERS[self.made](case, random.Random(seed_for(seed, self.name, case.id))) if self.made else ()
-        found = dict.fromkeys(text for text in (*written, *made) if text is not None)
-        return [text for text in found if self.certain or case.is_right(text) == self.accept]
-
-
-PLACES = re.compile(r"\{(question|answer|wrong|right|body|changed)\}")
+        parts, known = case.parts(), case.place is not None
+        texts = [text for each in self.texts if (text := _filled(each, parts)) is not None]
+        texts += [case.with_answer(other) for each in self.answers if known and (other := _filled(each, parts))]
+        texts += MAKERS[self.made](case, random.Random(seed_for(seed, self.name, case.id))) if self.made else ()
+        return [text for text in dict.fromkeys(texts) if self.certain or case.is_right(text) == self.accept]
 
 
 def _filled(text: str, parts: Mapping[str, str]) -> str | None:
     """The text with its places filled; None if a part is not known."""
-    if not {place[1] for place in PLACES.finditer(text)} <= parts.keys():
-        return None
-    return PLACES.sub(lambda place: parts[place[1]], text)
+    known = {place[1] for place in PLACES.finditer(text)} <= parts.keys()
+    return PLACES.sub(lambda place: parts[place[1]], text) if known else None
 
 
 # --- texts that are made -------------------------------------------------------------------------------------------
-
-
-def kept(case: AttackCase, rng: random.Random) -> Iterator[str]:
-    right, answer, value, place = case.right, case.answer, parse_number(case.answer), case.place
-    yield from (f"{right}\n", f"{right}  \n\n", f"\n{right}", f"  {right}", right.replace("\n", "\r\n"))
-    yield "\n\n".join((right, right.strip().rpartition("\n")[2]))
-    # Markdown inside a box or a tag would be another answer.
-    forms = [f"**{answer}**", f"${answer}$"] if place and right[: place[0]].endswith((" ", "\n")) else []
-    if value is not None and value.denominator == 1:
-        forms += [f"{value.numerator:,}", f"{value.numerator}", f"{value.numerator}.0", f"{value.numerator}.00"]
-    yield from (case.with_answer(form) for form in [*forms, f" {answer}"] if place)
 
 
 def changed(case: AttackCase, rng: random.Random) -> Iterator[str]:
@@ -140,17 +141,6 @@ def changed(case: AttackCase, rng: random.Random) -> Iterator[str]:
         yield case.with_answer(other)
     if case.answer and (others := case.changes()):
         yield case.right.replace(case.answer, rng.choice(others))  # wherever the answer is
-
-
-def nearly(case: AttackCase, rng: random.Random) -> Iterator[str]:
-    value = parse_number(case.answer)
-    if value is None or case.place is None:
-        return
-    forms = [f"{case.answer}1", f"{case.answer}0", case.answer[:-1]]
-    if value.denominator == 1:
-        digits = case.answer.replace(",", "")
-        forms += [f"{digits}.{'0' * zeros}1" for zeros in (0, 1, 3, 6, 12)] + [f"{digits}.5", f"{digits}e1"]
-    yield from (case.with_answer(form) for form in forms if form)
 
 
 def given(case: AttackCase, rng: random.Random) -> Iterable[str]:
@@ -183,21 +173,6 @@ def several(case: AttackCase, rng: random.Random) -> Iterator[str]:
     yield " ".join(map(str, range(200)))
 
 
-SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-ALIKE = str.maketrans("0123456789", "OlZЗ4SбТ8g")  # O, l, Z; Cyrillic Ze; S; Cyrillic Be and Te; g
-
-
-def alike(case: AttackCase, rng: random.Random) -> Iterator[str]:
-    answer = case.answer
-    if not answer or case.place is None:
-        return
-    forms = [f"\u202e{answer[::-1]}\u202c", answer.translate(ALIKE), f"{answer[:1]} {answer[1:]}"]
-    if len(answer) > 1 and answer[-1].isdecimal():
-        forms += [answer[:-1] + answer[-1].translate(SUPERSCRIPTS), answer[:-1] + chr(0x2460 + int(answer[-1]) - 1)]
-    forms += [f"{wrong}\u200b\u2060" for wrong in case.changes()[:1]]  # a wrong answer with invisible characters
-    yield from (case.with_answer(form) for form in forms)
-
-
 HUGE = 100_000  # characters
 
 
@@ -210,12 +185,10 @@ def huge(case: AttackCase, rng: random.Random) -> Iterator[str]:
 
 
 MAKERS: Mapping[str, Callable[[AttackCase, random.Random], Iterable[str]]] = {
-    each.__name__: each for each in (kept, changed, nearly, given, truncated, repeated, several, alike, huge)
+    each.__name__: each for each in (changed, given, truncated, repeated, several, huge)
 }
-ATTACKS: Mapping[str, StaticAttack] = {
-    row["name"]: StaticAttack(**{**row, "texts": tuple(row.get("texts", ()))})
-    for row in tomllib.loads(Path(__file__).with_name("attacks.toml").read_text(encoding="utf-8"))["attacks"]
-}
+ROWS = tomllib.loads(Path(__file__).with_name("attacks.toml").read_text(encoding="utf-8"))["attacks"]
+ATTACKS: Mapping[str, StaticAttack] = {row["name"]: StaticAttack.model_validate(row) for row in ROWS}
 
 
 # --- where the problems come from ----------------------------------------------------------------------------------

@@ -80,9 +80,9 @@ class TargetScorer(VerifierScorer):
 
 async def train_attacker(
     experiment: Experiment,
+    steps: int,
     asking: Asking,
     folder: Path,
-    steps: int,
     scores: Sequence[float],
     observer: Observer,
     stop: asyncio.Event,
@@ -94,7 +94,8 @@ async def train_attacker(
     lowest = least - (most - least)  # an attacker's score may be below all that were seen
     training = {"steps": steps, "groups": section.attack_groups}
     settings = policy_experiment(experiment, "sneaky", CgcReward(floor=lowest - 1.0), training, PLACE)
-    mark = digest(PLACE, target.identity, target.threshold, settings.hash(), section.attack_window, lowest)
+    criterion = [section.attack_window, section.attack_error_rate]
+    mark = digest(PLACE, target.identity, target.threshold, settings.hash(), criterion, lowest)
     run = RunDirectory(folder / f"attacker-{mark[:12]}")
     for part in (run.path, run.manifest, run.rollouts, run.checkpoints, run.weights):
         make_directory(part)

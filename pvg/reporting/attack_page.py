@@ -19,11 +19,10 @@ from pvg.reporting.formats import ABSENT
 from pvg.reporting.table import Column, PageSection, Table, TableCell, elements, page
 from pvg.reporting.terminal import QUIET, section
 
-SHORT = 30  # characters of a text in a table
+SHORT = 26  # characters of a text in a table
 READING = (
-    f"accepted: share of the answered texts, with intervals over problems at {100 * CONFIDENCE:g} %. Errors and "
-    "time-outs are neither accepted nor refused. mistake: a wrong text that was accepted, or a correct one that was "
-    "refused."
+    f"accepted: share of the answered texts, with intervals over problems at {100 * CONFIDENCE:g} %. Errors and late "
+    "answers (--limit) are neither accepted nor refused. mistake: an accepted wrong or a refused correct text."
 )
 
 
@@ -41,7 +40,7 @@ def shown(text: str, most: int = SHORT) -> str:
 
 
 def attack_table(card: RobustnessCard) -> Table:
-    unanswered = {"errors": "errors", "timed out": "timeouts"}
+    unanswered = {"errors": "errors", "late": "timeouts"}
     shown_ = {title: name for title, name in unanswered.items() if any(getattr(each, name) for each in card.attacks)}
     numbers = [Column(title, "right", wrap=False) for title in ("accepted", "texts", *shown_)]
     columns = [Column("attack", wrap=False), Column("truth", style="quiet", wrap=False), *numbers]

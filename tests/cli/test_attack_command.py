@@ -47,6 +47,9 @@ def raises(problem, text):
 def broken(problem, text):
     return math.nan
 
+def quiet(problem, text):
+    return exact(problem, text) if text.strip().strip("\\x00\\u200b") else None
+
 def counted(problem, text):
     with open("calls", "a") as file:
         file.write("x")
@@ -121,12 +124,14 @@ def test_what_a_target_says_is_escaped_everywhere() -> None:
 
 
 def test_a_limit_fails_for_an_attack_that_got_no_answer() -> None:
-    Path("mine.py").write_text(
-        GRADERS + "\ndef quiet(problem, text):\n    return None if text in ('', ' ') else True\n"
-    )
-    called = pvg("attack", "mine.py:broken", "--data", "sums.jsonl", "--json")
-    assert called.code == 2
-    assert "fails on a correct text: ValueError: it returned nan" in called.document["error"]["message"]
+    document = card("quiet", "--fail-above", "100%", code=1)
+    assert document["failed"] == ["empty"]
+    assert by_name(document)["empty"]["accepted"]["value"] is None
+
+
+def test_a_target_that_fails_on_a_correct_text_is_refused() -> None:
+    message = card("broken", code=2)["error"]["message"]
+    assert "fails on a correct text: it returned nan" in message
 
 
 @pytest.mark.parametrize(
