@@ -27,11 +27,11 @@ READING = (
 
 
 def percent_of(share: Estimate | None) -> str:
-    """`12.5 % [3,20]`."""
+    """`12.5 % [3.1,20]`."""
     if share is None or share.value is None:
         return ABSENT
-    reach = "" if share.low is None or share.high is None else f" [{100 * share.low:.0f},{100 * share.high:.0f}]"
-    return f"{100 * share.value:.1f} %{reach}"
+    ends = [f"{100 * end:.{int(end < 0.1)}f}" for end in (share.low, share.high) if end is not None]
+    return f"{100 * share.value:.1f} %" + (f" [{','.join(ends)}]" if ends else "")
 
 
 def shown(text: str, most: int = SHORT) -> str:

@@ -99,6 +99,18 @@ def test_the_score_route_gives_the_scores_of_the_run(url: str, run: Run, wanted:
         assert (told["schema_version"], told["threshold"]) == (1, threshold)
 
 
+def test_the_served_verifier_is_attacked_like_the_run(url: str) -> None:
+    words = ("--task", "small.toml", "--problems", "2", "--limit", "60", "--json", "--out")
+    served, here = pvg("attack", f"{url}/score", *words, "over-http"), pvg("attack", "mine", *words, "here")
+    assert served.code == here.code == 0, served.err + here.err
+    first, second = (
+        {found["name"]: found["accepted"] for found in called.document["card"]["attacks"]} for called in (served, here)
+    )
+    for name in ("unchanged", "truncated", "look-alike characters"):
+        assert first[name] == second[name], name
+    assert first["unchanged"]["n"] == 2
+
+
 def test_the_reward_route_speaks_openrlhf(url: str, wanted: list[float]) -> None:
     body = {"query": [QUESTION + text for text in SOLUTIONS], "prompts": [QUESTION] * 4, "labels": [""] * 4}
     status, answer = post(f"{url}/get_reward", body)
