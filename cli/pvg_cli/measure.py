@@ -29,7 +29,7 @@ def measure(  # noqa: PLR0917  (each is an option)
         typer.Argument(
             metavar="SOURCE",
             help="A file (.jsonl, .parquet of TRL, .eval of inspect-ai), a folder with some, or a run: NAME, "
-            "NAME/round-2, NAME/base.",
+            "NAME/round-2, NAME/base, NAME/round-2/helpful.",
         ),
     ],
     second: Annotated[

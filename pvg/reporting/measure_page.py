@@ -25,7 +25,7 @@ def measures_table(report: MeasureReport) -> Table:
     columns = [Column("measure", style="strong"), *(Column(name, "right") for name in names)]
     if two:
         columns += [Column("difference", "right"), Column("Holm's p", "right", wrap=False)]
-    table = Table([*columns, Column("meaning", style="quiet")], narrow=True)
+    table = Table([*columns, Column("meaning", style="quiet", on="pages" if two else "everywhere")], narrow=True)
     rows = [source.measures for source in report.sources]
     compared = {found.name: found for found in report.comparison}
     for name, (label, about) in LABELS.items():
@@ -34,7 +34,8 @@ def measures_table(report: MeasureReport) -> Table:
         if two:
             found = compared.get(name)
             cells.append(estimate_text(found.difference, digits) if found else ABSENT)
-            cells.append(f"{found.p_adjusted:.3f}" if found and found.p_adjusted is not None else ABSENT)
+            p = found.p_adjusted if found else None
+            cells.append(ABSENT if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001")
         if any(name in row for row in rows):
             table.add(label, *cells, about)
     return table

@@ -30,7 +30,7 @@ import pyarrow
 
 from pvg.errors import ConfigurationError, UsageError, counted, listed, shortened, user_paths
 from pvg.inputs import open_input
-from pvg.records import Rollout, source_of_round
+from pvg.records import BASE_SOURCE, Rollout, source_of_round
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks.answers import same_answer
@@ -277,7 +277,8 @@ KINDS: dict[str, Callable[[object, str, str], Any]] = {
 
 
 def load_traces(source: str, fields: Mapping[str, str], runs: Path, pattern: re.Pattern[str] | None) -> LoadedTraces:
-    """The traces of a file, of a folder with files of one kind, or of a run: NAME, NAME/round-2 or NAME/base."""
+    """The traces of a file, of a folder with files of one kind, or of a run: NAME, NAME/round-2, NAME/base,
+    each also with /helpful or /sneaky."""
     place = Path(source)
     with user_paths():
         file, folder = place.is_file(), place.is_dir() and not (place / "experiment.toml").is_file()
@@ -406,26 +407,31 @@ def _eval_row(sample: Any, where: str) -> dict[str, object]:
         raise ConfigurationError(f"{where}: not a sample of inspect-ai.", "Write the log again.") from None
 
 
+RUN_SOURCE = re.compile(
+    r"(?P<run>.+?)(?P<rest>(?:/(?:round-(?P<round>\d{1,6})|(?P<base>base)))?(?:/(?P<role>helpful|sneaky))?)"
+)
+
+
 def _run_traces(source: str, runs: Path, pattern: re.Pattern[str] | None) -> LoadedTraces:
     """The test samples that a run has stored after each round, with the verifier's verdicts."""
-    found = re.fullmatch(r"(?P<run>.+?)/(?P<part>round-(?P<round>\d{1,6})|base)", source)
-    run = RunDirectory.open(found["run"] if found else source, runs)
+    found = RUN_SOURCE.fullmatch(source)
+    if found is None:
+        raise UsageError("The name of a source is empty.", "Name a file or a run.")
+    run, round_ = RunDirectory.open(found["run"], runs), found["round"]
     state = run.load_state().state or {}
     infos = [ShardInfo.from_plain(plain) for plain in state.get("shards", ())]
-    infos = [info for info in infos if info.label.startswith("checkpoint-")]
-    part = found["part"] if found else ""
-    wanted = {"base"} if part == "base" else {source_of_round(int(found["round"]))} if found else None
     shards, traces = RolloutShards(run.path), list[Trace]()
-    for info in infos:
-        threshold = state["rounds"][info.round].get("threshold") if info.round < len(state["rounds"]) else None
-        for rollout in shards.read(info):
-            own = rollout.source == source_of_round(info.round)
-            if rollout.source in wanted if wanted else own:
-                traces.append(_run_trace(rollout, threshold, pattern))
+    for info in infos if round_ is None else [info for info in infos if info.round == int(round_)]:
+        if info.label.startswith("checkpoint-"):
+            threshold = state["rounds"][info.round].get("threshold") if info.round < len(state["rounds"]) else None
+            writer = BASE_SOURCE if found["base"] else source_of_round(info.round)
+            rows = [row for row in shards.read(info) if row.source == writer and found["role"] in (None, row.role)]
+            traces += [_run_trace(row, threshold, pattern) for row in rows]
     if not traces:
-        raise UsageError(f"The run {run.name!r} has no stored test samples of {part or 'a round'}.", "Finish a round.")
-    name = f"{run.name}-{part}" if part else run.name
-    return LoadedTraces(name, "run", traces, [], run.experiment().models.prover.source)
+        raise UsageError(f"The run {run.name!r} has no stored test samples of {source}.", "Finish a round.")
+    return LoadedTraces(
+        run.name + found["rest"].replace("/", "-"), "run", traces, [], run.experiment().models.prover.source
+    )
 
 
 def _run_trace(rollout: Rollout, threshold: float | None, pattern: re.Pattern[str] | None) -> Trace:

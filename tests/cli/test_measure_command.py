@@ -64,6 +64,9 @@ def test_a_run_is_read_by_the_model_that_it_started_from(tmp_path, monkeypatch):
     assert {"mcc", "accepted", "separability"} < document["sources"][1]["measures"].keys()
     assert "mcc" in pvg("measure", "mine", "--json", "--measures", "sr").document["sources"][0]["measures"]
     assert pvg("measure", "mine/round-7").code == 2
+    roles = [pvg("measure", f"mine/{role}", "--json").document["sources"][0] for role in ("helpful", "sneaky")]
+    assert [role["name"] for role in roles] == ["mine-helpful", "mine-sneaky"]
+    assert all("separability" not in role["measures"] for role in roles)
 
 
 def test_texts_cannot_change_the_page(files):
