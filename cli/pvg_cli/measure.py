@@ -93,6 +93,8 @@ def measure(  # noqa: PLR0917  (each is an option)
     pattern, named = _pattern(answer), read_fields(fields or [])
     wanted = _wanted(measures)
     loaded = [load_traces(each, named, runs, pattern).chosen(most) for each in (source, second) if each is not None]
+    if second is not None and loaded[0].name == loaded[1].name:
+        loaded[1].name += "-b"
     reader = reader or loaded[0].reader
     if reader is None and (measures or model or key_variable):
         raise UsageError("These options need a reader.", "Name one: --reader MODEL or --reader URL")

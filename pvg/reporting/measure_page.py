@@ -95,9 +95,8 @@ def _shown(row: MeasuredTrace) -> tuple[object, ...]:
     question = "\n\n".join(content for _, content in trace.problem)
     if row.chances and parts is not None:
         gains = contributions(row.chances)
-        most = max(gains, default=0.0) or 1.0
         units = [
-            (text, round(gain / most, 2), f"P(answer) {before:.3f} → {after:.3f}")
+            (text, gain, f"P(answer) {before:.3f} → {after:.3f}")
             for text, gain, before, after in zip(row.units, gains, row.chances, row.chances[1:], strict=False)
         ][:LONGEST_SHOWN]
         rest = trace.text[len(parts.reasoning) :] if len(row.units) <= LONGEST_SHOWN else " …"

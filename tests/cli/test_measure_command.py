@@ -47,6 +47,10 @@ def test_two_sources_are_compared_and_the_second_call_reads_nothing_again(files)
     rows = {row["name"]: row["difference"]["value"] for row in called.document["comparison"]}
     assert rows["sr"] < 0  # the answer does not follow from 0+0=0
     kept = (files / "measures/clean-vs-empty/results.jsonl").read_bytes()
+    (files / "other").mkdir()
+    (files / "other/clean.jsonl").write_bytes((files / "empty.jsonl").read_bytes())
+    alike = pvg("measure", "clean.jsonl", "other/clean.jsonl", "--json").document
+    assert [source["name"] for source in alike["sources"]] == ["clean", "clean-b"]
     again = pvg("measure", "clean.jsonl", "empty.jsonl", *READER, "--json")
     assert (files / "measures/clean-vs-empty/results.jsonl").read_bytes() == kept
     assert again.document["comparison"] == called.document["comparison"]
