@@ -134,7 +134,7 @@ def test_requests_and_completions_survive_the_way():
         np.array([5, 6], np.int32), np.array([-1.0, -2.0], np.float32), (VersionSpan(0, 3),), Timing(0.5, 1.5)
     )
     requests = [
-        GenerationRequest("a", np.array([1, 2], np.int32), Sampling(9, (2,), 0.7, 0.9, 3), seed=2**64 - 1, group=4),
+        GenerationRequest("a", np.array([1, 2], np.int32), Sampling(9, (2,), 0.7), seed=2**64 - 1, group=4),
         GenerationRequest("b", np.array([3], np.int32), Sampling(4, (2,)), seed=0, resumed_from=begun),
     ]
     done = Completion(
