@@ -62,7 +62,7 @@ class _Block:
     def take(self, frame: Frame) -> bool:
         """Hand over finished completions, but no second time after a restart. Whether there were new ones."""
         new = False
-        for index, found in frame.fields["delivered"]:
+        for index, found in zip(frame.fields["rows"], frame.fields["found"], strict=True):
             future = self.rows[index].future
             if future.done():
                 continue

@@ -36,10 +36,7 @@ MOST_HEADER = 1 << 30
 MOST_BODY = 1 << 40
 # Single values; and lists of JSON values, of arrays with one axis, of one object, of equal records and of tuples.
 ARRAY, NUMBER, TUPLE, RECORD, MAPPING = "$array", "$number", "$tuple", "$record", "$mapping"
-PLAIN, ARRAYS, SAME, RECORDS_BY_FIELD, TUPLES, TUPLES_BY_FIELD = (
-    *("$plain", "$arrays", "$same"),
-    *("$records", "$tuples", "$columns"),
-)
+PLAIN, ARRAYS, SAME, RECORDS_BY_FIELD, TUPLES = "$plain", "$arrays", "$same", "$records", "$tuples"
 # What may travel as a record, and its module, which is imported at the first use: some modules import torch.
 RECORDS = {
     "VersionSpan": "pvg.records",
@@ -111,13 +108,9 @@ class _Body:
                 return {SAME: [self.taken(value[0]), len(value)]}
             columns = [self._list(list(map(attrgetter(each.name), value))) for each in fields(kind)]
             return {RECORDS_BY_FIELD: [type(value[0]).__name__, columns]}
-        return self._tuples(value) if kind is tuple else [self.taken(entry) for entry in value]
-
-    def _tuples(self, value: list[tuple[Any, ...]]) -> Any:
-        lengths = list(map(len, value))
-        if set(lengths) == {lengths[0]} != {0}:
-            return {TUPLES_BY_FIELD: [self._list(list(column)) for column in zip(*value, strict=True)]}
-        return {TUPLES: [self._list(list(chain(*value))), lengths]}
+        if kind is tuple:
+            return {TUPLES: [self._list(list(chain(*value))), list(map(len, value))]}
+        return [self.taken(entry) for entry in value]
 
     def _place(self, array: Array) -> list[Any]:
         offset, padding = self.size, -array.nbytes % ALIGNMENT
@@ -181,8 +174,6 @@ def _given(value: Any, body: bytearray) -> Any:
         found = tuple(_given(content, body))
     elif mark == SAME:
         found = [_given(content[0], body)] * content[1]
-    elif mark == TUPLES_BY_FIELD:
-        found = list(zip(*_given(content, body), strict=True))
     elif mark == TUPLES:
         found = list(map(tuple, _parts(_given(content[0], body), content[1])))
     elif mark in (RECORD, RECORDS_BY_FIELD):

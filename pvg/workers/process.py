@@ -252,16 +252,17 @@ class Worker:
         try:
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                delivered: list[tuple[int, Completion | PartialCompletion | None]] = []
+                delivered: dict[int, Completion | PartialCompletion | None] = {}
                 for task in done:
                     failure = asyncio.CancelledError() if task.cancelled() else task.exception()
                     if failure is None:
-                        delivered.append((tasks[task], task.result()))
+                        delivered[tasks[task]] = task.result()
                     elif isinstance(failure, CutShort):
-                        delivered.append((tasks[task], failure.partial))
+                        delivered[tasks[task]] = failure.partial
                     elif not isinstance(failure, asyncio.CancelledError):
                         error = error or failure
-                fields = {"delivered": delivered, "stats": self._counted(), "id": frame.fields["id"]}
+                found = {"rows": [*delivered], "found": [*delivered.values()]}
+                fields = {**found, "stats": self._counted(), "id": frame.fields["id"]}
                 self._send(Frame("completed", fields))
         finally:
             for id_, task in own.items():
