@@ -355,3 +355,14 @@ def test_rollouts_that_share_phases_part_at_the_next_one_and_learn_from_it_alone
                     continue
                 learned = own.learned.sampled_mask if own.turns else own.sampled_mask
                 assert TOKENIZER.decode(own.completion_ids[learned]) == rollout.end.said[shared][1].text
+
+
+def test_a_deadline_in_the_shared_phase_costs_the_whole_group():
+    engine = Talking(hang=frozenset({"e/00000/00"}))
+    interaction = Interaction(Debaters(), TOKENIZER.encode, lambda text, _: (TOKENIZER.encode(text), text))
+    dispatcher = Dispatcher(engine, ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
+    call = SampleCall(0, "base", 3, 7, "e", deadline=Deadline(0.05, 0), interaction=interaction)
+    wanted = [replace(order, shared=1) for order in orders([3, 2])]
+    cut, whole = asyncio.run(dispatcher.sample(wanted, call))
+    assert (len(cut.rollouts), cut.cancelled) == (0, 3)
+    assert (len(whole.rollouts), whole.cancelled) == (2, 0)
