@@ -138,10 +138,7 @@ class DebateProtocol(Section):
         "sequential", description="sequential: the opponent reads the prover's solution before it writes."
     )
     tokens: Count = Field(64, description="Maximum number of tokens of each turn after the first.")
-    fork: bool = Field(
-        False,
-        description="The debates of a group are one up to a drawn turn. Each goes on alone, and learns from it only.",
-    )
+    fork: bool = Field(False, description="A group shares one debate up to a drawn turn, and only that turn learns.")
 
 
 class ConsultancyProtocol(Section):

@@ -113,9 +113,7 @@ class PairStream:
     no source can give anything.
     """
 
-    def __init__(
-        self, view: PairView, weights_by_source: Mapping[str, float], seed: int, *, alone: bool = False
-    ) -> None:
+    def __init__(self, view: PairView, weights_by_source: Mapping[str, float], seed: int, alone: bool = False) -> None:
         for name, weight in weights_by_source.items():
             if not (math.isfinite(weight) and weight >= 0):
                 raise ConfigurationError(f"The weight of source {name!r} is {weight}; it must be 0 or more.")

@@ -288,8 +288,8 @@ def wrong_answer(task: Task, problem: Problem, others: Iterable[Problem]) -> str
     `others`, or a drawn answer of theirs. Raises ConfigurationError if there is none."""
     if isinstance(task, WritesSolutions):
         return task.grade(problem, task.written(problem, False)).answer or ""
-    known = {other.answer: parse_number(other.answer) for other in others if other.answer}
-    wrong = {answer: value for answer, value in known.items() if not same_answer(answer, problem.answer)}
+    answers = (other.answer for other in others if other.answer and not same_answer(other.answer, problem.answer))
+    wrong = {answer: parse_number(answer) for answer in answers}
     if not wrong or not problem.answer:
         raise ConfigurationError(
             f"game.protocol = 'consultancy' assigns a right and a wrong answer, but {problem.id!r} has none.",
