@@ -11,11 +11,14 @@ from browser import Browser, needs_browser
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
 
 from pvg.records import Role
+from pvg.reporting.measure_page import measure_page
 from pvg.reporting.run_page import collect, compared_runs, run_page, several_page
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.solutions import rollouts_file, stored_rollouts
 from pvg.reporting.watch_server import LiveRun
 from pvg.store.run_directory import RunDirectory
+from pvg.traces.loaders import LoadedTraces, Trace
+from pvg.traces.measures import MeasuredTrace, report_of_traces
 
 LONG = "wordwithoutanyspace" * 40 + "\nfirst line\n\tsecond line " + "word " * 200
 # What reaches beyond the screen and is not inside a frame that scrolls or cuts it off.
@@ -61,7 +64,16 @@ def pages_of(root: Path) -> dict[str, str]:
         "rollouts": rollouts_file(stored, run, summary, "report.html"),
         "several": several_page(compared_runs([run, played(root)])),
         "watch": LiveRun(watched).page(),
+        "traces": traces_page(),
     }
+
+
+def traces_page() -> str:
+    """The page of `pvg measure` for two sources."""
+    trace = Trace(LONG, (("user", LONG),), f"{LONG}\n#### {LONG[:200]}", truth=LONG, known=True)
+    side = [MeasuredTrace(trace, [LONG[:700], LONG[700:]], [0.1, 0.5, 0.9], [(LONG, 0.5), (LONG, 0.0)], {"sr": LONG})]
+    loaded = [LoadedTraces(f"{name}{'-with-a-long-name' * 3}", "x", [trace], [LONG]) for name in "ab"]
+    return measure_page(report_of_traces(loaded, [side, side], "reader"), [("a", side), ("b", side)])
 
 
 @needs_browser
