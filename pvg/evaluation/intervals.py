@@ -230,7 +230,7 @@ def change_point(values_T: Float64) -> tuple[int, float] | None:
 # Paired comparisons: p values of exchanging the sides of pairs, and their adjustment in a family.
 
 EXACT_UP_TO = 20  # pairs: 2^20 sums fit in memory; above it, random exchanges are used
-RANDOM_EXCHANGES = 100_000
+RANDOM_EXCHANGES, TOGETHER = 100_000, 1_000  # exchanges, and how many are drawn at once
 ALIKE = 1e-9  # relative: sums this close are equal, but added in another order
 
 
@@ -244,8 +244,11 @@ def sign_flip_p(differences: Sequence[float]) -> float:
         return 1.0
     least = abs(float(moved_N.sum())) - ALIKE * float(np.abs(moved_N).sum())
     if moved_N.size > EXACT_UP_TO:
-        signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), (RANDOM_EXCHANGES, moved_N.size))
-        return (int((np.abs(signs @ moved_N) >= least).sum()) + 1) / (RANDOM_EXCHANGES + 1)
+        generator, reached = np.random.default_rng(0), 0
+        for _ in range(0, RANDOM_EXCHANGES, TOGETHER):  # all at once need 0.8 MB per pair
+            signs = generator.choice(np.array([-1.0, 1.0]), (TOGETHER, moved_N.size))
+            reached += int((np.abs(signs @ moved_N) >= least).sum())
+        return (reached + 1) / (RANDOM_EXCHANGES + 1)
     sums: NDArray[np.float64] = np.zeros(1)
     for value in moved_N:
         sums = np.concatenate([sums + value, sums - value])
