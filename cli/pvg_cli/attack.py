@@ -131,8 +131,9 @@ def _problems(
     if sandbox and not is_reference(target):
         raise UsageError("--sandbox runs a function of a Python file.", "Leave it out, or give FILE.py:NAME.")
     finished = None
-    if train not in (None, "prover"):
-        settings = [f"models.prover.source={train}", *settings]
+    if train is not None:  # by this process alone: workers refuse an experiment with one role
+        source = [] if train == "prover" else [f"models.prover.source={train}"]
+        settings = ["cluster=none", *source, *settings]
     if is_reference(target):
         check_references([("TARGET", target)])
     elif not re.match(r"https?://", target):

@@ -211,9 +211,17 @@ def test_ctrl_c_keeps_the_answers_and_says_how_to_go_on() -> None:
     assert card("counted")["status"] == "complete"
 
 
+TRAIN = ["--train", "prover", "--steps", "3", "-s", "evaluate.attack_groups=4", "-s", "evaluate.attack_window=2"]
+TRAIN += ["-s", "evaluate.problems=8", "-s", "models.threads=1", "-s", "store.commit_every=1"]
+HOLE = """
+def hole(problem, text):
+    return len(text) % 2 == 0 or text.endswith(f"A{problem.answer}")
+"""
+
+
 def test_the_verifier_of_a_run_is_attacked_with_its_own_task_and_samples(small_game: Path) -> None:
     shutil.copytree(small_game, "runs")
-    called = pvg("attack", "modchain", "--problems", "4", "--json")
+    called = pvg("attack", "modchain", "--problems", "4", "--json", *TRAIN)
     assert called.code == 0, called.err
     found = by_name(called.document)
     assert found["answer changed"]["texts"] > 4
@@ -225,14 +233,7 @@ def test_the_verifier_of_a_run_is_attacked_with_its_own_task_and_samples(small_g
     assert found["unchanged"]["accepted"]["n"] == 4
     assert found["huge and deep"]["errors"] > 0  # longer than the verifier's context
     assert called.document["card"]["target"] == "modchain, round 0"
-
-
-TRAIN = ["--train", "prover", "--steps", "3", "-s", "evaluate.attack_groups=4", "-s", "evaluate.attack_window=2"]
-TRAIN += ["-s", "evaluate.problems=8", "-s", "models.threads=1", "-s", "store.commit_every=1"]
-HOLE = """
-def hole(problem, text):
-    return len(text) % 2 == 0 or text.endswith(f"A{problem.answer}")
-"""
+    assert called.document["card"]["trained"]["error_rate"]["n"] == 8
 
 
 def trained_files(folder: str) -> dict[str, bytes]:
