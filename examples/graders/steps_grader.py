@@ -4,11 +4,12 @@ pvg attack examples/graders/steps_grader.py:grade --task modchain --train prover
 """
 
 import re
+from itertools import pairwise
 
 
 def grade(problem, text):
     steps = re.findall(r"(\d)\+(\d)=(\d);", text)
-    chained = all(before[2] == after[0] for before, after in zip(steps, steps[1:], strict=False))
+    chained = all(before[2] == after[0] for before, after in pairwise(steps))
     summed = all((int(first) + int(second)) % 10 == int(total) for first, second, total in steps)
     starts = bool(steps) and steps[0][0] == problem[0] and len(steps) == problem.count("+")
     return chained and summed and starts and text.endswith(f";A{steps[-1][2]}")
