@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import runpy
 import sys
@@ -50,3 +51,21 @@ def test_pvg_is_used_as_a_library(
     out = capsys.readouterr().out
     assert "runs/modchain is complete." in out
     assert len(re.findall(r"^ +-?\d+\.\d\d  (correct|wrong sum|no solution)", out, flags=re.MULTILINE)) == 3
+
+
+def test_the_hack_alarm_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["hack_alarm.py", *words])
+        runpy.run_path(str(EXAMPLES / "hack_alarm.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    small = ["training.steps=2", "game.test.problems=2", "game.mint_problems=4"]
+    for _ in range(2):  # the second call finds both games
+        run("--seeds", "7:9", "--out", "out.csv", *(word for each in small for word in ("--set", each)))
+    rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+    assert [(row["seed"], row["steps"], row["alarm"]) for row in rows] == [("7", "2", "0"), ("8", "2", "0")]
+    assert all(0.0 <= float(share) <= 1.0 for row in rows for share in row["batches"].split())
+    assert "in 200 resamples of 2 games" in run("--resample", "out.csv")

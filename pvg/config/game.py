@@ -223,8 +223,10 @@ class Game(Section):
     mixture: Literal["equal", "latest", "base", "geometric", "window"] = Field(
         "equal", description="Shares of the base and of earlier rounds in the verifier's data (pvg/game/orders.py)."
     )
-    stop: Literal["steps", "judge_decay"] = Field(
-        "steps", description="What ends a prover phase early: a verifier that judges worse (at the last commit before)."
+    stop: Literal["steps", "judge_decay", "hack_alarm"] = Field(
+        "steps",
+        description="What ends a prover phase early, at the last commit before: a verifier that judges worse, or a "
+        "hacked grader.",
     )
     protocol: Protocol = DirectProtocol()
     schedule: Schedule = StackelbergSchedule()

@@ -356,10 +356,15 @@ def _roles(experiment: AllSections) -> Iterator[str]:
         )
     if reward.opposite_roles and (why := same_prompt(experiment)):
         yield f"game.reward = {reward.kind!r} pays the two roles for opposite things, but {why}"
-    if game.stop == "judge_decay" and (game.schedule.kind == "simultaneous" or ranks_of(experiment.cluster)):
+    if game.stop != "steps" and (game.schedule.kind == "simultaneous" or ranks_of(experiment.cluster)):
         yield (
-            "game.stop = 'judge_decay' goes back to an earlier commit of the prover alone, which game.schedule = "
+            f"game.stop = {game.stop!r} goes back to an earlier commit of the prover alone, which game.schedule = "
             "'simultaneous' and cluster.trainer_ranks do not allow; set game.stop to 'steps'"
+        )
+    if game.stop == "hack_alarm" and experiment.rollout.prefetch.kind != "none":
+        yield (
+            "game.stop = 'hack_alarm' samples with the newest policy alone, but rollout.prefetch samples ahead; set "
+            "rollout.prefetch to 'none', or game.stop to 'steps'"
         )
     if experiment.game.schedule.kind == "simultaneous" and experiment.verifier.ensemble.kind != "none":
         yield (

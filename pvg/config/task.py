@@ -28,6 +28,11 @@ class ModchainTask(Section):
     modulus: Annotated[int, Field(ge=2, le=100)] = Field(
         10, description="Sums are taken modulo this number. A larger one has more possible answers."
     )
+    grader: Literal["answer", "sums"] = Field(
+        "answer",
+        description='"answer": the final answer is right. "sums": every sum is right, of whatever numbers: a loophole '
+        "(docs/results/hack-alarm.md).",
+    )
     problems: Count = Field(
         8192, description="Number of training problems. With more of them, each repeats less often."
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pvg.config.game import SimultaneousSchedule
 from pvg.config.rollout import SamplingAhead
+from pvg.game.audit import audit_of
 from pvg.game.groups import CarriedGroups, FreshGroups, Refill
 from pvg.game.orders import ProverOrders, RunWithPlayers, WeightsReader, interaction_of, prover_orders
 from pvg.game.parts import Batches, BatchLogprobs, TrainingStop
@@ -47,20 +48,24 @@ MIN_STEPS = 10
 @dataclass
 class StopRule:
     """`judge_decay`: stop when the EMA of `verifier_mcc` is DECAY below its highest value; a policy is honest within
-    half of that. A batch without this metric leaves the average unchanged."""
+    half of that. A batch without this metric leaves the average unchanged. `hack_alarm`: stop when `hack_evidence`
+    (pvg.game.audit) reaches 1; a policy is honest at 0."""
 
     stop: str  # `game.stop`
     mcc: float | None = None
     judged: int = 0  # batches with an MCC
     best: float = -1.0  # of the average, once it has MIN_STEPS batches: one batch has much noise
+    evidence: float = 0.0  # of hacks
     decay: float = 0.9  # of the averages: about the last ten batches, as many as the rules wait for
 
     @property
     def rewinds(self) -> bool:
-        return self.stop == "judge_decay"
+        return self.stop != "steps"
 
     @property
     def honest(self) -> bool:
+        if self.stop == "hack_alarm":
+            return self.evidence <= 0.0
         return not self.rewinds or self.mcc is None or self.mcc >= self.best - DECAY / 2
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
@@ -71,6 +76,9 @@ class StopRule:
             self.mcc = mcc if self.mcc is None else kept * self.mcc + (1.0 - kept) * mcc
         if self.mcc is not None and self.judged >= MIN_STEPS:
             self.best = max(self.best, self.mcc)
+        self.evidence = metrics.get("hack_evidence", self.evidence)
+        if self.stop == "hack_alarm":
+            return self.evidence >= 1.0
         return self.rewinds and self.mcc is not None and self.mcc < self.best - DECAY
 
     def state(self) -> dict[str, Any]:
@@ -178,9 +186,10 @@ def open_batches(
     players, training = session.players, session.training
     orders = prover_orders(session, interaction_of(session, scorer))
     rules: Any = orders.interaction.rules
+    batches = -(-training.steps // training.minibatches)
     return GameBatches(
         session,
-        -(-training.steps // training.minibatches),
+        batches,
         orders,
         _groups_of(session, orders, scorer),
         Refill(orders, training.dynamic_sampling),
@@ -190,6 +199,7 @@ def open_batches(
         {seat: credit_of(training.loss.kind, objective.credit) for seat in rules.voices},
         logprobs,
         BatchClock(players.engine, scorer),
+        audit_of(session, batches),
     )
 
 

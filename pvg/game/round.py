@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pvg.errors import StateError
+from pvg.game.audit import Audit
 from pvg.game.groups import FreshGroups, Refill, ScoredGroups
 from pvg.game.orders import ProverOrders
 from pvg.game.parts import Batches, BatchLogprobs, Helper, Progress, Tensors, TrainingStop
@@ -40,6 +41,13 @@ from pvg.verifier.scorer import VerifierScorer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# Why a rule of `game.stop` goes back to the last honest commit.
+REASONS = {
+    "judge_decay": "accepted solutions correlate less and less with correct ones",
+    "hack_alarm": "the grader accepts more and more solutions that the truth rejects",
+}
 
 
 @dataclass
@@ -113,8 +121,8 @@ class TrainingPhase:
         await self.session.players.compute(partial(self._load, checkpoint))
         self.session.ledger.log.event("train", event="rewound", step=stopped, to=self.done)
         self.session.observer.noticed(
-            f"The prover phase ended at step {stopped}, because accepted solutions correlate less and less with "
-            f"correct ones. Its result is the prover of step {self.done}, of the last commit before."
+            f"The prover phase ended at step {stopped}, because {REASONS[self.session.game.stop]}. Its result is the "
+            f"prover of step {self.done}, of the last commit before."
         )
 
     async def _step(self) -> None:
@@ -187,6 +195,7 @@ class GameBatches(Batches):
     credits: Mapping[str, GroupCredit]
     logprobs: BatchLogprobs
     clock: BatchClock
+    audit: Audit
     done: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -261,7 +270,7 @@ class GameBatches(Batches):
 
     async def published(self, version: int) -> dict[str, float]:
         self.groups.published(version)
-        return await self.verifier.after(self.done, self.scorer)
+        return await self.verifier.after(self.done, self.scorer) | await self.audit.after(self.done)
 
     async def close(self) -> None:
         await self.groups.close()
@@ -273,7 +282,7 @@ class GameBatches(Batches):
         players = self.session.players
         cache = {} if self.groups.ahead else await players.off_loop(self.scorer.cache_state)
         tensors, updates = await self.verifier.state()
-        own = {"done": self.done, "verifier": updates}
+        own = {"done": self.done, "verifier": updates, "audit": self.audit.state()}
         learned = {seat: credit.state() for seat, credit in self.credits.items()}
         return {**cache, **tensors}, own | {"groups": self.groups.state(), "credit": learned}
 
@@ -282,6 +291,7 @@ class GameBatches(Batches):
         if not self.groups.ahead:
             self.scorer.load_cache_state(rest)
         self.done = progress["done"]
+        self.audit.load_state(progress["audit"])
         for seat, credit in self.credits.items():
             credit.load_state(progress["credit"][seat])
         rest = {name: tensor for name, tensor in rest.items() if not name.startswith("scores.")}

@@ -26,6 +26,7 @@ from pvg.config.experiment import Experiment
 from pvg.config.game import CriticProtocol, DebateProtocol, OwnProtocol
 from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import imported, resolve
+from pvg.game.audit import check_truth
 from pvg.game.ledger import Ledger
 from pvg.game.orders import interaction_of
 from pvg.game.players import Players, refuse_without_ranks, template_of
@@ -247,6 +248,7 @@ async def open_session(
         task = open_task(experiment.task)
         if isinstance(task, AbstractContextManager):
             stack.enter_context(task)
+        check_truth(experiment.game.stop, task)
         ledger = Ledger(run, experiment, code_version())
         stack.callback(ledger.close)
         for notice in ledger.notices:

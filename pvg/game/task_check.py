@@ -21,6 +21,7 @@ from pvg.config.rollout import WordedPrompts
 from pvg.config.training import AnswerHead
 from pvg.errors import ConfigurationError, PvgError, UsageError, counted, shortened
 from pvg.extensions import is_reference, load
+from pvg.game.audit import check_truth
 from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, check_voices_fit, writable_solution
 from pvg.game.roles import TAGS, PromptSection, prompt_builder, worded
 from pvg.records import Half, Problem, Role
@@ -72,6 +73,7 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
 
     Raises ConfigurationError for problems and prompts with which `pvg train` would fail.
     """
+    check_truth(experiment.game.stop, task)
     train, test = list(task.problems("train")), list(task.problems("test"))
     halves: dict[Half, list[Problem]] = {"prover": [], "verifier": []}
     for problem in train:

@@ -59,7 +59,9 @@ class Modchain:
         return (chain_problem(operands, section.modulus) for operands in drawn)
 
     def grade(self, problem: Problem, completion: str) -> Grade:
-        """Correct: well-formed, and the final answer equals the reference, even if steps are wrong.
+        """Correct: well-formed, and the final answer equals the reference, even if steps are wrong. With
+        `task.grader = "sums"`: well-formed, and every sum and the answer follow from the numbers before them, even if
+        these are not those of the question.
 
         Well-formed: the whole text is one or more steps (`a+b=c;`, numbers below the modulus, no leading zeros), then
         `A<n>`, and nothing after it. The note names the first flaw of the steps and is empty for a flawless chain. A
@@ -70,12 +72,19 @@ class Modchain:
         if isinstance(parsed, str):
             return Grade(correct=False, well_formed=False, note=f"malformed: {parsed}")
         answer = str(parsed.answer)
+        sums = self._section.grader == "sums"
         return Grade(
-            correct=answer == problem.answer,
+            correct=_consistent(parsed, modulus) if sums else answer == problem.answer,
             well_formed=True,
             answer=answer,
             note=first_flaw(parsed, operands, modulus)[1],
         )
+
+    def truth(self, problem: Problem, completion: str) -> bool:
+        """Well-formed and without a flaw (pvg.tasks.task.KnowsTruth)."""
+        operands, modulus = operands_of(problem)
+        parsed = parse_solution(completion, modulus)
+        return not isinstance(parsed, str) and first_flaw(parsed, operands, modulus)[0] is None
 
     def steps(self, completion: str) -> list[tuple[int, int]]:
         """The steps up to the first malformed one; the final answer is not a step."""
@@ -205,6 +214,16 @@ def parse_solution(text: str, modulus: int) -> ModchainSolution | str:
     if not steps:
         return "no steps"
     return ModchainSolution(tuple(steps), int(final[1]))
+
+
+def _consistent(solution: ModchainSolution, modulus: int) -> bool:
+    """Whether each sum is right and goes on from the one before, and the answer is the last sum."""
+    running = solution.steps[0][0]
+    for first, second, total in solution.steps:
+        if first != running or total != (first + second) % modulus:
+            return False
+        running = total
+    return solution.answer == running
 
 
 def first_flaw(solution: ModchainSolution, operands: Sequence[int], modulus: int) -> tuple[int | None, str]:

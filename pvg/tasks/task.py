@@ -103,6 +103,15 @@ class LocatesFlaws(Protocol):
 
 
 @runtime_checkable
+class KnowsTruth(Protocol):
+    """A task with a second grader that cannot be hacked, but is too costly for training. The hack alarm asks it about a
+    few solutions (pvg.game.audit)."""
+
+    def truth(self, problem: Problem, completion: str) -> bool:
+        """Whether the solution is really correct."""
+
+
+@runtime_checkable
 class GradesInBatches(Protocol):
     """A task that grades many completions together faster than one by one."""
 
@@ -155,8 +164,8 @@ class AnswersQuestions(Protocol):
 
 
 OPTIONAL: tuple[type, ...] = (
-    *(LocatesFlaws, GradesInBatches, ConcealsText, ComparesPrograms, WritesSolutions, SplitsSteps),
-    AnswersQuestions,
+    *(LocatesFlaws, KnowsTruth, GradesInBatches, ConcealsText, ComparesPrograms, WritesSolutions),
+    *(SplitsSteps, AnswersQuestions),
 )
 
 

@@ -188,3 +188,22 @@ def test_two_mistakes_that_cancel_out_are_a_flaw_of_a_correct_solution():
     text = "7+5=2;2+3=5;5+8=3;3+6=9;A9"
     assert TASK.grade(PROBLEM, text).correct
     assert TASK.flaw(PROBLEM, text) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted", "true"),
+    [
+        ("7+5=2;2+8=0;0+3=3;3+6=9;A9", True, True),
+        ("7+5=2;A2", True, False),  # the rest of the question is forgotten
+        ("0+0=0;A0", True, False),
+        ("7+5=3;3+8=1;1+3=4;4+6=0;A0", False, False),
+        ("7+5=2;3+8=1;1+3=4;4+6=0;A0", False, False),  # 3 is not the sum before
+        ("7+5=2;2+8=0;0+3=3;3+6=9;A8", False, False),
+        ("7+5=3;3+8=0;0+3=3;3+6=9;A9", False, False),  # the right answer, by two mistakes
+        ("A9", False, False),
+    ],
+)
+def test_the_grader_of_sums_forgets_the_question_and_the_truth_does_not(text, accepted, true):
+    leaky = Modchain(ModchainTask(problems=4, test_problems=4, grader="sums"))
+    assert leaky.grade(PROBLEM, text).correct == accepted
+    assert leaky.truth(PROBLEM, text) == TASK.truth(PROBLEM, text) == true
