@@ -46,7 +46,6 @@ AHEAD = {
     "game.mint_problems": 12,
     "game.test.problems": 4,
 }
-SERVERS = ["http://127.0.0.1:8001"]
 STEPS, GROUPS, SIZE = 7, 4, 4  # of the drill's experiment
 ON_BASE = {"verifier.adapters": {"rank": 2}, "models.verifier": {"source": TINY_PROVER}}
 

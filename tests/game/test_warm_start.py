@@ -100,7 +100,6 @@ steps = 40
 batch = 16
 learning_rate = 6e-3
 """
-COLD = {"warmup.path": ""}
 
 
 def pvg_process(*words: str) -> subprocess.CompletedProcess[str]:

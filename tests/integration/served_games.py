@@ -18,7 +18,6 @@ from typing import Any
 from vllm_servers import free_port, vllm_python
 
 PVG = Path(sys.executable).parent / "pvg"
-LONGEST_START_S = 600.0
 LONGEST_STOP_S = 300.0  # of a busy machine; a quiet one takes 10
 # A round in which every phase does a little; each test says what else it wants.
 SMALL = (

@@ -8,7 +8,6 @@ with Browser(tmp_path) as browser:
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import json
 import shutil
@@ -104,8 +103,3 @@ class Browser:
         found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
-
-    def picture(self, path: Path, *, whole: bool = False) -> None:
-        """A PNG of what is on the screen, or of the whole page."""
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))

@@ -238,7 +238,6 @@ def attack(folder, theirs):
             pass
     return done
 """
-LIBRARY = {"library", "source"}
 
 
 def test_files_outside_cannot_be_written(sandbox: Sandbox, control: Sandbox, tmp_path: Path) -> None:

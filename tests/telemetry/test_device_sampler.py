@@ -199,10 +199,6 @@ class Kept:
         return DeviceSampler(interval_s, self.sample, self.notices.append, open_gpus=open_gpus)
 
 
-def no_gpus() -> dict[int, NvmlGpu]:
-    return {}
-
-
 def sampling_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "device sampler"]
 
