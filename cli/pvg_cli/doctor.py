@@ -26,13 +26,14 @@ Verdict = Literal["ok", "missing", "notice"]
 
 LEAST_DISK_GB = 1.0  # an embedded game writes about 100 MB
 LEAST_MEMORY_GB = 2.0  # torch, transformers and the embedded models need about 1 GB
-# The packages of each extra of pyproject.toml.
+# The packages of each extra of pyproject.toml. Packages and not modules, because py-spy has no module.
 EXTRAS = {
     "lora": "peft",
     "cluster": "ray",
     "reasoning-gym": "reasoning-gym",
     "textarena": "textarena",
     "bridges": "inspect-ai",
+    "profile": "py-spy",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "trackio": "trackio",

@@ -21,6 +21,7 @@ from pydantic_core import core_schema
 
 from pvg.attack.runner import RobustnessCard
 from pvg.bench.compare import ReportComparison
+from pvg.bench.profiling import ProfileResult
 from pvg.bench.report import BenchReport
 from pvg.config.experiment import BatchArithmetic
 from pvg.evaluation.report import EvaluationReport
@@ -37,7 +38,7 @@ PLACE = Path(__file__).with_name("documents.toml")
 # The names that documents.toml uses. `Settings`: an experiment as in its TOML file, whose schema is that of
 # `pvg config schema --json`.
 CLASSES = (AlertRecord, BatchArithmetic, BenchReport, CheckResult, Diagnosis, Download, EvaluationReport, Example)
-MORE_CLASSES = (MeasureReport, ReportComparison, RobustnessCard, RunGlance, RunSummary, StudyResults)
+MORE_CLASSES = (MeasureReport, ProfileResult, ReportComparison, RobustnessCard, RunGlance, RunSummary, StudyResults)
 NAMES: Mapping[str, Any] = {each.__name__: each for each in (*CLASSES, *MORE_CLASSES)} | {
     "Literal": Literal,
     "Metrics": dict[str, float],

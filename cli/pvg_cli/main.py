@@ -51,6 +51,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "study": ("study:study", "Play several experiments with several seeds, and compare the results."),
         "bench": ("bench:bench", "Measure a profile: repeat the same work after a warm-up."),
         "compare": ("compare:compare", "Compare two benchmark reports."),
+        "profile": ("profile:profile", "Profile a stage with pvg's spans, the torch profiler and py-spy."),
         "plan": ("plan:plan", "Predict the least step time and the memory of an experiment."),
     },
     "Share": {

@@ -16,7 +16,7 @@ import typer
 from pvg.errors import StateError, UsageError, user_paths
 from pvg_cli import completion
 from pvg_cli.boundary import emit, say
-from pvg_cli.options import DebugOption, JsonOption, RunsOption, check_output
+from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
 if TYPE_CHECKING:
     from pvg.reporting.run_summary import RunState, RunSummary
@@ -46,12 +46,6 @@ def report(
         ),
     ] = None,
     no_html: Annotated[bool, typer.Option("--no-html", help="Do not write a page.")] = False,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(
-            "--timeline", metavar="FILE", help="Also write what ran when to FILE.json.gz, for ui.perfetto.dev."
-        ),
-    ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -74,18 +68,10 @@ def report(
         raise UsageError("Runs and benchmark reports cannot be shown together.", "Give either runs or reports.")
     if reports and html is not None:
         raise UsageError("Reports of pvg bench have no page.", "Leave --html out.")
-    if timeline is not None and (reports or len(targets) > 1):
-        raise UsageError("--timeline is of one run.", "Name one run.")
-    check_output("--timeline", timeline)
     if reports:
         _show_reports(reports, as_json)
         return
     directories = _open(targets, runs)
-    if timeline is not None:
-        from pvg.reporting.timeline import write_timeline
-
-        with user_paths():
-            say(f"Timeline: {timeline} ({write_timeline(directories[0], timeline):,} events)")
     if len(directories) > 1:
         _show_runs(directories, None if no_html else html or own_page(PAGE), as_json)
     else:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import sys
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from page_checks import Page, check
 
 from pvg.bench.report import write_report
 from pvg.records import Role
-from pvg.store.state import JsonLines
 
 
 def test_the_page_of_a_run_lies_in_its_folder_and_the_terminal_says_so() -> None:
@@ -137,18 +134,3 @@ def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], said: str) -
     assert called.code == 2
     assert said in called.err
     assert not list(Path().rglob("*.html"))
-
-
-def test_a_timeline_of_a_run() -> None:
-    run = played(Path("runs"))
-    assert "has no spans.jsonl" in pvg("report", "first", "--no-html", "--timeline", "t.json.gz").err
-    common = {"start_s": 1e9, "end_s": 1e9 + 1, "depth": 0, "round": 0, "phase": "mint", "step": 1}
-    with JsonLines(run.spans) as lines:
-        lines.append({"name": "rollout", "track": "driver", **common})
-        lines.append({"name": "decode", "track": "pvg-compute_0", **common})
-    called = pvg("report", "first", "--no-html", "--timeline", "t.json.gz")
-    assert called.code == 0, called.err
-    events = json.loads(gzip.decompress(Path("t.json.gz").read_bytes()))["traceEvents"]
-    assert {"rollout", "decode", "round 0 mint"} <= {event["name"] for event in events}
-    for wrong in (["first", "--timeline", "runs"], ["first", "second", "--timeline", "t.json"]):
-        assert pvg("report", *wrong).code == 2

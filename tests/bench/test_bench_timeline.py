@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.reporting.timeline import GAME_LANE, Event, trace_events
+from pvg.bench.profiling import GAME_LANE, Event, trace_events, write_trace
 
 SECOND = 1e6  # microseconds
 BASE = 1_700_000_000.0  # seconds since 1970
@@ -119,3 +123,12 @@ def test_counters_and_alerts() -> None:
     assert [(event["name"], event["ts"]) for event in events if event["ph"] == "i"] == [
         ("collapse: It fell.", 3 * SECOND)
     ]
+
+
+def test_the_file_is_one_json_document(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    count = write_trace(path, trace_events([told('quoted "name"', 0.0, 1.0)], name="run\n1"))
+    content = gzip.decompress(path.read_bytes())
+    document = json.loads(content)
+    assert len(document["traceEvents"]) == count == 4
+    assert document == orjson.loads(content)
