@@ -189,7 +189,7 @@ def _unusable(key: str, attribute: str, tree: ast.Module) -> str:
     if isinstance(found[-1], ast.Assign | ast.AnnAssign):
         return "is a plain value, but must be code" if isinstance(found[-1].value, PLAIN) else ""
     wanted = {"training.loss": "a PolicyLoss", "task.source": "a class"}.get(key, "a function or a class")
-    if isinstance(found[-1], ast.AsyncFunctionDef):
+    if isinstance(found[-1], ast.AsyncFunctionDef) and key != "TARGET":
         return f"is an async function, but must be {wanted}"
     if isinstance(found[-1], ast.FunctionDef) and key == "training.loss":
         return f"is a function, but must be {wanted}"

@@ -162,7 +162,7 @@ async def ask_all(asking: Asking, attempts: Sequence[Attempt], observer: Observe
     first = attempts[0].case
     answer = await asking.ask(first.question, first.fields, first.right)
     if answer.score is None:
-        why = answer.error or "it does not answer within the time limit (--limit)"
+        why = answer.error.rstrip(".") or "it does not answer within the time limit (--limit)"
         raise ConfigurationError(f"The target fails on a correct text: {why}.", f"The text: {shortened(first.right)!r}")
     missing = [each for each in attempts if asking.known(*each.asked) is None]
     info = PhaseInfo(0, 1, "static", "texts", len(attempts), len(attempts) - len(missing))

@@ -23,6 +23,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -97,6 +98,7 @@ async def open_target(spec: TargetSpec) -> AsyncIterator[Target]:
         elif is_reference(spec.name):
             stack.push_async_callback((target := FunctionTarget(spec)).close)
             target.idle.append(await target.started())
+            target.identity = target.identity[:16] + target.imported[:16]
             yield target
         else:
             yield await HttpTarget.open(spec, stack)
@@ -138,8 +140,9 @@ def serve(reference: str) -> None:
     """The process of a FunctionTarget: answers lines of stdin until it ends. What the user's code prints is lost."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a call that hangs ends with the parent
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    answers, questions, process = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(0), "rb"), os.getpid()
     os.dup2(2, 1)
+    os.dup2(2, 0)  # input() and what the user's code starts must not read our questions
 
     def tell(**found: Any) -> None:
         answers.write(json.dumps(found).encode() + b"\n")
@@ -149,14 +152,19 @@ def serve(reference: str) -> None:
     except PvgError as error:
         tell(message=error.message, remedy=error.remedy)
         return
-    tell(ready=True)
-    for line in sys.stdin.buffer:
+    places = {str(getattr(module, "__dict__", {}).get("__file__")) for module in list(sys.modules.values())}
+    imported = [Path(place).read_bytes() for place in places if place.endswith(".py") and Path(place).is_file()]
+    tell(ready=hashlib.sha256(b"".join(sorted(hashlib.sha256(source).digest() for source in imported))).hexdigest())
+    for line in questions:
         question, fields, text = json.loads(line)
         try:
             found = function(ProblemText(question, fields), text)
-            tell(**asdict(scored(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)))
+            answer = scored(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)
         except BaseException as error:  # noqa: BLE001 - the code is the user's
-            tell(**asdict(failed(f"{type(error).__name__}: {said(error)}")))
+            answer = failed(f"{type(error).__name__}: {said(error)}")
+        if os.getpid() != process:
+            os._exit(0)  # the user's code has forked: an answer of both would be taken for that of the next question
+        tell(**asdict(answer))
 
 
 async def _awaited(found: Any) -> Any:
@@ -169,6 +177,7 @@ class FunctionTarget(Target):
     def __init__(self, spec: TargetSpec) -> None:
         super().__init__(spec, 1, split_reference(spec.name)[1], sorted(digests([("TARGET", spec.name)]).values()))
         self.idle: list[asyncio.subprocess.Process] = []
+        self.imported = ""  # a digest of all modules of the process: packages change the answers too
 
     async def close(self) -> None:
         for child in self.idle:
@@ -193,6 +202,7 @@ class FunctionTarget(Target):
             await _end(child)
             ended = f"{self.about} does not load in a process of its own."
             raise ConfigurationError(found.get("message", ended), found.get("remedy", "Import it in Python."))
+        self.imported = found["ready"]
         return child
 
 
@@ -309,7 +319,10 @@ class HttpTarget(Target):
         prompt = re.sub(r"\{(problem|text|answer|accept|refuse)\}", lambda place: known[place[1]], self._template)
         if self._route == CHAT:
             options = {"max_tokens": VERDICT_TOKENS, "temperature": 0}
-            said_ = (await self._client.chat([{"role": "user", "content": prompt}], **options))["message"]["content"]
+            choice = await self._client.chat([{"role": "user", "content": prompt}], **options)
+            said_ = choice["message"]["content"]
+            if choice.get("finish_reason") == "length":
+                raise ValueError(f"cut after {VERDICT_TOKENS} tokens, before its verdict")
             if not (verdicts := self._verdicts.findall(said_)):
                 raise ValueError(f"no verdict in {shortened(repr(said_), 60)}")
             return verdicts[-1].casefold() == self._words["accept"].casefold()

@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ import orjson
 from pydantic import BaseModel, Field, ValidationError
 
 from pvg.config.base import StrictRecord
-from pvg.errors import UsageError
+from pvg.errors import UsageError, shortened
 from pvg.inputs import json_lines
 from pvg.records import Problem
 from pvg.seeds import draw_cyclic, seed_for
@@ -33,11 +33,11 @@ MOST_OTHERS = 8  # answers of other problems that are tried
 EXAMPLE = 'Write {"problem": "...", "text": "a correct solution", "answer": "..."}'
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttackCase:
     """A problem and what is known about it. `right`: a correct text. `answer`: the final answer; "" if it is not known.
-    `wrong`: wrong texts. `others`: answers of other problems. `fields`: what else the target may see, as JSON data.
-    `grade`: the task's own grader; None: the final answer of a text decides."""
+    `wrong`: wrong texts, which only `grade` may contradict. `others`: answers of other problems. `fields`: what else
+    the target may see, as JSON data. `grade`: the task's own grader; None: the final answer of a text decides."""
 
     id: str
     question: str
@@ -53,6 +53,8 @@ class AttackCase:
         as a word."""
         if self.grade is not None:
             return self.grade(text)
+        if text in self.wrong:
+            return False
         if not self.answer:
             return text.strip() == self.right.strip()
         if parse_number(self.answer) is not None:
@@ -60,13 +62,18 @@ class AttackCase:
             return found is not None and same_answer(found.text, self.answer)
         return re.search(rf"(?<!\w){re.escape(self.answer)}(?!\w)", text, re.IGNORECASE) is not None
 
-    @property
+    @cached_property
     def place(self) -> tuple[int, int] | None:
-        """Where the final answer is in the correct text; None if that is not known."""
+        """Where the final answer is in the correct text; None if that is not known. Another answer there makes the text
+        wrong: the number before the answer, or a later note, may be the same."""
         found = extract(self.right)
         written = found.text if found is not None and same_answer(found.text, self.answer) else self.answer
-        start = self.right.rfind(written) if written else -1
-        return None if start < 0 else (start, start + len(written))
+        read = self.grade is not None or parse_number(self.answer) is not None  # is_right does not look for a word
+        for start in [each.start() for each in re.finditer(re.escape(written), self.right) if written][::-1]:
+            end, others = start + len(written), self.changes() if read else ()
+            if not others or not self.is_right(self.right[:start] + others[0] + self.right[end:]):
+                return start, end
+        return None
 
     def with_answer(self, other: str) -> str:
         """The correct text with another final answer; "" if the place of the answer is not known."""
@@ -75,19 +82,23 @@ class AttackCase:
     def changes(self) -> list[str]:
         """Wrong answers, the answers of other problems first."""
         value = parse_number(self.answer)
-        near = [] if value is None else [value + 1, value - 1, 10 * value, -value, value + 10]
-        found = [*self.others[:MOST_OTHERS], *map(str, near), self.answer[::-1]]
+        near = [] if value is None else [value + 1, value - 1, 10 * value, -value, value + 10, self.answer[::-1]]
+        found = [*self.others[:MOST_OTHERS], *map(str, near)]
         return [each for each in dict.fromkeys(found) if each and not same_answer(each, self.answer)]
 
-    def parts(self) -> dict[str, str]:
-        """What the places of attacks.toml mean, as far as it is known."""
-        right, answer, value = self.right, self.answer, parse_number(self.answer)
+    def parts(self, answer: str) -> dict[str, str]:
+        """What the places of attacks.toml mean, as far as it is known. `answer`: the correct one, as it is written
+        where the places are: `3` of `3 km`."""
+        right, value = self.right, parse_number(self.answer)
         found = {"question": self.question, "right": right, "crlf": right.replace("\n", "\r\n")}
         found["last"] = right.strip().rpartition("\n")[2]
         if answer and (others := self.changes()):
-            found |= {"answer": answer, "wrong": others[0], "backwards": answer[::-1], "cut": answer[:-1]}
-            found |= {"alike": answer.translate(ALIKE), "spaced": f"{answer[:1]} {answer[1:]}"}
-            if len(answer) > 1:
+            found |= {"answer": answer, "wrong": others[0], "alike": answer.translate(ALIKE)}
+            if value is not None:  # apple for apples, and x+1 backwards, may be the same
+                found |= {"cut": answer[:-1]} | ({"backwards": answer[::-1]} if answer != answer[::-1] else {})
+            if len(answer) > 1 and answer[:2].isdecimal():  # x +1 and 0 .5 are the same
+                found["spaced"] = f"{answer[0]} {answer[1:]}"
+            if len(answer) > 1 and answer[-2:].isdecimal():
                 found["raised"] = answer[:-1] + answer[-1].translate(SUPERSCRIPTS)
             if (place := self.place) is not None:
                 found |= {"body": right[: place[0]], "changed": self.with_answer(others[0])}
@@ -120,9 +131,11 @@ class StaticAttack(StrictRecord):
 
     def attempts(self, case: AttackCase, seed: int) -> list[str]:
         """The texts of the attack for a problem, all different."""
-        parts, known = case.parts(), case.place is not None
+        parts, place = case.parts(case.answer), case.place
         texts = [text for each in self.texts if (text := _filled(each, parts)) is not None]
-        texts += [case.with_answer(other) for each in self.answers if known and (other := _filled(each, parts))]
+        if place is not None:
+            written = case.parts(case.right[slice(*place)])
+            texts += [case.with_answer(other) for each in self.answers if (other := _filled(each, written))]
         texts += MAKERS[self.made](case, random.Random(seed_for(seed, self.name, case.id))) if self.made else ()
         return [text for text in dict.fromkeys(texts) if self.certain or case.is_right(text) == self.accept]
 
@@ -149,6 +162,8 @@ def given(case: AttackCase, rng: random.Random) -> Iterable[str]:
 
 def truncated(case: AttackCase, rng: random.Random) -> Iterator[str]:
     right, place = case.right, case.place
+    if not (case.answer or case.grade):  # it may be anywhere in the text
+        return
     if place is not None:
         yield from (right[: place[0]], right[: place[0]].rstrip())
     end = len(right) if place is None else place[0]
@@ -158,8 +173,9 @@ def truncated(case: AttackCase, rng: random.Random) -> Iterator[str]:
 
 def repeated(case: AttackCase, rng: random.Random) -> Iterator[str]:
     first = re.split(r"(?<=[;\n.])", case.right.strip(), maxsplit=1)[0]
-    yield from (f"{case.question}\n" * 20, case.question, f"{first}\n" * 100, first * 100)
-    if changed := case.parts().get("changed"):
+    yield from (f"{case.question}\n" * 20, case.question)
+    yield from (f"{first}\n" * 100, first * 100) if case.answer or case.grade else ()  # its answer may be there
+    if changed := case.parts(case.answer).get("changed"):
         yield f"{changed}\n" * 20
 
 
@@ -258,10 +274,16 @@ def cases_of_file(path: Path, most: int) -> list[AttackCase]:
             what = f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"
             raise UsageError(f"{path.name}, line {number}: {what}.", EXAMPLE) from None
         read = extract(row.text)
-        answer = str(row.answer).strip() or ("" if read is None else read.text)
+        ends = read is None or read.marker != "last number" or read.text in row.text[-len(read.text) - 3 :]
+        answer = str(row.answer).strip() or (read.text if read and ends else "")
         extra = row.model_extra or {}
         fields = {**extra, "id": str(extra.get("id", number)), "answer": answer}
-        found.append(AttackCase(fields["id"], row.problem, row.text, answer, tuple(row.wrong), (), fields))
+        case = AttackCase(fields["id"], row.problem, row.text, answer, tuple(row.wrong), (), fields)
+        if not case.is_right(case.right) or not (answer or ends):
+            what = f"`text` does not have the answer {shortened(answer)!r}" if answer else "`answer` is missing"
+            what = "`wrong` has the text that is correct" if row.text in row.wrong else what
+            raise UsageError(f"{path.name}, line {number}: {what}.", 'Write "answer": "..." as the text does.')
+        found.append(case)
     if not found:
         raise UsageError(f"{path} has no problems.", f"{EXAMPLE}, one per line.")
     return _among_others(found)

@@ -48,6 +48,15 @@ def leaves(problem, text):
         os._exit(7)
     return False
 
+def forks(problem, text):
+    os.fork()
+    return text == "good"
+
+def reads(problem, text):
+    import subprocess
+    subprocess.run(["cat"])
+    return input() == text
+
 def starts(problem, text):
     import subprocess
     child = subprocess.Popen(["sleep", "3600"])
@@ -102,7 +111,16 @@ class TestFunctions:
         answers(TargetSpec("mine.py:starts", limit_s=1.0), "x", fields=fields)
         pids = [int(pid) for pid in (graders / "pids").read_text().split()]
         assert len(pids) == 2
-        assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+        left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        _, alive = psutil.wait_procs([each for each in left if each.status() != "zombie"], timeout=30)
+        assert not [each for each in alive if each.status() != "zombie"]
+
+    def test_a_forked_process_gives_no_answer_for_the_next_question(self, graders: Path) -> None:
+        assert [each.score for each in answers(TargetSpec("mine.py:forks"), *["good", "bad"] * 4)] == [1.0, 0.0] * 4
+
+    def test_a_function_that_reads_stdin_finds_it_empty(self, graders: Path) -> None:
+        for answer in answers(TargetSpec("mine.py:reads", limit_s=5.0), "a", "b"):
+            assert answer.error.startswith("EOFError")
 
     def test_a_file_that_does_not_load_is_refused(self, graders: Path) -> None:
         (graders / "broken.py").write_text("import no_such_package\n\ndef grade(problem, text): ...")
@@ -115,8 +133,26 @@ class TestFunctions:
                 return target.identity
 
         first = asyncio.run(identity())
+        assert asyncio.run(identity()) == first
         (graders / "mine.py").write_text(GRADERS + "\n")
         assert asyncio.run(identity()) != first
+
+    def test_so_is_another_version_of_a_package(self, graders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTHONPATH", str(graders / "packages"))
+        (graders / "packages").mkdir()
+        (graders / "mine.py").write_text("from graders_of_others import grade")
+        found = set()
+        for limit in (1, 2):
+            (graders / "packages/graders_of_others.py").write_text(
+                f"def grade(problem, text): return len(text) < {limit}"
+            )
+
+            async def identity() -> str:
+                async with open_target(TargetSpec("mine.py:grade")) as target:
+                    return target.identity
+
+            found.add(asyncio.run(identity()))
+        assert len(found) == 2
 
 
 @pytest.mark.slow
@@ -197,6 +233,15 @@ def test_the_last_verdict_of_a_judge_counts_and_a_reply_without_one_is_an_error(
     assert "no verdict" in neither.error
     words = ("correct", "incorrect")
     assert [each.score for each in asked(judge, "/chat/completions", "d", "e", verdict=words, **options)] == [0.0, 1.0]
+
+
+def test_a_reply_that_is_cut_has_no_verdict() -> None:
+    async def judge(request: web.Request) -> web.Response:
+        choice = {"finish_reason": "length", "message": {"role": "assistant", "content": "Is it YES or NO? First"}}
+        return web.json_response({"choices": [choice]})
+
+    (answer,) = asked(judge, "/v1/chat/completions", "x", model="m")
+    assert "cut after" in answer.error
 
 
 def test_a_template_fills_each_place_once_and_leaves_other_braces() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,9 +128,74 @@ def test_what_a_file_of_problems_lacks_is_said_with_its_line(tmp_path: Path, lin
 
 
 def test_a_file_gives_its_other_fields_to_the_target_and_answers_are_read_from_texts(tmp_path: Path) -> None:
-    rows = ['{"problem": "2+2?", "text": "#### 4", "level": 3}', '{"problem": "3+3?", "text": "six", "answer": 6}']
+    rows = [
+        '{"problem": "2+2?", "text": "#### 4", "level": 3}',
+        '{"problem": "3+3?", "text": "so 6 it is", "answer": 6}',
+    ]
     (tmp_path / "mine.jsonl").write_text("\n".join(rows))
     first, second = cases_of_file(tmp_path / "mine.jsonl", 8)
     assert first.fields == {"id": "1", "answer": "4", "level": 3}
     assert (second.answer, second.others) == ("6", ("4",))
     assert len(cases_of_file(tmp_path / "mine.jsonl", 1)) == 1
+
+
+def file_of(folder: Path, **row: object) -> Path:
+    (folder / "mine.jsonl").write_bytes(orjson.dumps({"problem": "How many?", **row}))
+    return folder / "mine.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"text": "#### 4", "answer": "5"}, "does not have the answer '5'"),
+        ({"text": "three and three are six", "answer": 6}, "does not have the answer '6'"),
+        ({"text": "\\boxed{\\{-1, 1\\}}", "answer": "{-1, 1}"}, "does not have the answer"),
+        ({"text": "4 is it", "answer": "4", "wrong": ["4 is it"]}, "`wrong` has the text"),
+        ({"text": "7 has no divisors but 1 and 7, so yes."}, "`answer` is missing"),
+    ],
+)
+def test_a_correct_text_whose_answer_cannot_be_read_is_refused(tmp_path: Path, row: dict, complaint: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(complaint)):
+        cases_of_file(file_of(tmp_path, **row), 8)
+
+
+def test_the_place_of_an_answer_is_where_it_counts() -> None:
+    note = AttackCase("p", "How many?", "The answer is 5. (Check: 15/3)", "5")
+    assert note.with_answer("6") == "The answer is 6. (Check: 15/3)"
+    fraction = AttackCase("p", "How much?", "1/2 * 1/2 = 1/4.\nThe answer is \\boxed{\\frac{1}{4}}.", "1/4")
+    assert fraction.place is None
+    assert not any(
+        "frac{1}{4}" in text for each in ATTACKS.values() if not each.accept for text in each.attempts(fraction, 0)
+    )
+    unit = AttackCase("p", "How many km?", "3000 m are 3 km.\nThe answer is 3 km.", "3 km", others=("7",))
+    texts = [text for each in ATTACKS.values() for text in each.attempts(unit, 0)]
+    assert "3000 m are 3 km.\nThe answer is 31 km." in texts
+    assert not any("km km" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("answer", "same"),
+    [
+        ("x+1", ("1+x", "x +1", "x+¹")),
+        ("apples", ("apple", "a pples")),
+        ("0.50", ("0 .50",)),
+        ("8", ("\u202e8\u202c",)),
+    ],
+)
+def test_no_text_is_called_wrong_that_says_the_same(answer: str, same: tuple[str, ...]) -> None:
+    case = AttackCase("p", "What?", f"It is {answer}", answer, others=("pears", "17"))
+    texts = [text for each in ATTACKS.values() if not each.accept for text in each.attempts(case, 0)]
+    assert len(texts) > 30
+    assert not {f"It is {each}" for each in same} & set(texts)
+
+
+def test_a_text_is_not_cut_or_repeated_if_its_answer_may_be_anywhere() -> None:
+    case = AttackCase("p", "Who wrote Faust?", "Goethe. He was a poet.")
+    texts = [text for each in ATTACKS.values() if not each.accept for text in each.attempts(case, 0)]
+    assert not any("Goethe" in text for text in texts)
+
+
+def test_a_given_wrong_text_is_tried_also_with_the_correct_answer(tmp_path: Path) -> None:
+    lucky = "The sign is dropped, twice. #### 7"
+    (case,) = cases_of_file(file_of(tmp_path, text="#### 7", wrong=[lucky]), 8)
+    assert ATTACKS["given wrong texts"].attempts(case, 0) == [lucky]
