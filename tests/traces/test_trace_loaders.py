@@ -146,7 +146,7 @@ CHAINS = ["7+5=2;2+8=0;0+3=3;3+6=9;", "1+2=3;3+3=6;6+4=0;0+5=5;", "4+4=8;8+4=3;3
 
 
 def test_completions_that_trl_logged():
-    loaded = load(WRITTEN / "trl")
+    loaded = load(HERE.parents[1] / "examples/traces/trl")
     assert len(loaded.traces) == 32
     assert {trace.step for trace in loaded.traces} == {1, 2}
     first = loaded.traces[0]

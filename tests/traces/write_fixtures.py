@@ -1,4 +1,4 @@
-"""Writes the files of tests/traces/written_by: each by the real package, in an environment that has it.
+"""Writes tests/traces/written_by and examples/traces/trl: each file by the real package, in an environment that has it.
 
 .venv-peers/bin/python tests/traces/write_fixtures.py trl          # trl 1.16.0
 VENV/bin/python tests/traces/write_fixtures.py verifiers           # pip install verifiers==0.4.0
@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 OUT = Path(__file__).parent / "written_by"
+EXAMPLE = Path(__file__).parents[2] / "examples/traces/trl"
 MODEL = Path(__file__).parents[2] / "pvg/models/embedded/modchain-prover"
 # Question, written solution, true answer: two right ones, one wrong.
 CHAINS = [
@@ -52,7 +53,7 @@ def trl() -> None:
     )
     GRPOTrainer(str(MODEL), accuracy_reward, args=arguments, train_dataset=rows).train()
     for file in sorted((folder / "completions").glob("*.parquet")):
-        shutil.copy(file, OUT / "trl" / file.name)
+        shutil.copy(file, EXAMPLE / file.name)
 
 
 def verifiers() -> None:
@@ -106,5 +107,5 @@ def inspect() -> None:
 
 
 if __name__ == "__main__":
-    (OUT / "trl").mkdir(parents=True, exist_ok=True)
+    EXAMPLE.mkdir(parents=True, exist_ok=True)
     {"trl": trl, "verifiers": verifiers, "inspect": inspect}[sys.argv[1]]()
