@@ -47,12 +47,7 @@ def measure(  # noqa: PLR0917  (each is an option)
     model: Annotated[
         str, typer.Option("--model", metavar="NAME", help="The model behind the URL. Default: its only one.")
     ] = "",
-    key_variable: Annotated[
-        str,
-        typer.Option(
-            "--key-variable", metavar="NAME", help="The environment variable with the key. Default: OPENAI_API_KEY."
-        ),
-    ] = "",
+    key_env: Annotated[str, typer.Option(metavar="VARIABLE", help="Has the key. Default: OPENAI_API_KEY.")] = "",
     measures: Annotated[
         str | None,
         typer.Option(
@@ -87,16 +82,15 @@ def measure(  # noqa: PLR0917  (each is an option)
 
     FOLDER gets measures.json, measures.html and results.jsonl. Ctrl-C stops; the same command continues from there.
     """
-    from pvg.traces.loaders import load_traces, read_fields
+    from pvg.traces.loaders import chosen_together, load_traces, read_fields
     from pvg.traces.measures import missing
 
     pattern, named = _pattern(answer), read_fields(fields or [])
     wanted = _wanted(measures)
-    loaded = [load_traces(each, named, runs, pattern).chosen(most) for each in (source, second) if each is not None]
-    if second is not None and loaded[0].name == loaded[1].name:
-        loaded[1].name += "-b"
+    read = [load_traces(each, named, runs, pattern) for each in (source, second) if each is not None]
+    loaded = chosen_together(read, most)
     reader = reader or loaded[0].reader
-    if reader is None and (measures or model or key_variable):
+    if reader is None and (measures or model or key_env):
         raise UsageError("These options need a reader.", "Name one: --reader MODEL or --reader URL")
     for each in loaded:
         each.said.extend(missing(each, wanted if reader else ()))
@@ -109,7 +103,7 @@ def measure(  # noqa: PLR0917  (each is an option)
         fetch({"models.prover.source": reader}, ["models.prover.source"])
     announce_loading()
     folder = out or Path("measures") / "-vs-".join(each.name for each in loaded)
-    opened = partial(_opened, reader, model, key_variable)
+    opened = partial(_opened, reader, model, key_env)
     report, page = _measured(loaded, opened, wanted, max_tokens, folder, as_json)
     for line in (line for each in loaded for line in each.said if line not in before):
         say(line)

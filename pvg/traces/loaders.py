@@ -17,7 +17,7 @@ import struct
 import tomllib
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cached_property
@@ -47,8 +47,9 @@ STEP_NOTE = re.compile(r"\bstep (\d+)\b")
 
 
 class TraceParts(NamedTuple):
-    """A trace cut before its final answer: reasoning + cue + answer (+ end) is the trace's text up to there. A space
-    before the answer belongs to the answer, as in most vocabularies."""
+    """A trace cut before its final answer: reasoning + cue + answer (+ end) is the trace's text up to there, without
+    what repeats the answer between the reasoning and its last statement. A space before the answer belongs to the
+    answer, as in most vocabularies."""
 
     reasoning: str
     cue: str
@@ -59,20 +60,29 @@ class TraceParts(NamedTuple):
 def parts_of(text: str, pattern: re.Pattern[str] | None = None, answer: str | None = None) -> TraceParts | None:
     """Where `text` states its final answer: by `pattern` (its first group is the answer), or by MARKERS. None if it
     states none and `answer`, which a file names, is None."""
-    found = None
-    for marker in MARKERS if pattern is None else (pattern,):
-        for match in marker.finditer(text):
-            if found is None or match.start() >= found.start():
-                found = match
-    if found is None:
+    group: str | int = "answer" if pattern is None else 1
+    matches = [match for marker in ((pattern,) if pattern else MARKERS) for match in marker.finditer(text)]
+    matches = sorted((match for match in matches if match[group] is not None), key=re.Match.start)
+    if not matches:
         return None if answer is None else TraceParts(text.rstrip(), PLAIN_CUE, f" {answer}", "")
-    begin, end = found.span("answer" if pattern is None else 1)
-    start = max(text.rfind(THOUGHT, 0, found.start()), 0) or found.start()
+    *earlier, found = matches
+    (begin, end), stated = found.span(group), found.start()
+    start = max(text.rfind(THOUGHT, 0, stated), 0) or stated
+    for match in reversed(earlier):
+        if match.start() < start:
+            if re.search(r"\w", text[match.end() : start]) or not same_answer(
+                match[group].strip(), found[group].strip()
+            ):
+                break
+            start = match.start()  # reasoning that ends with the stated answer would tell it
     start, stop = len(text[:start].rstrip()), begin + len(text[begin:end].rstrip())
-    begin = max(start, min(stop, end - len(text[begin:end].lstrip())))
-    begin -= text[begin - 1 : begin] == " " and begin > start
+    cue, floor = "", start
+    if re.search(r"\w", (between := text[start:stated]).replace(THOUGHT, "")):
+        cue, floor = (THOUGHT if THOUGHT in between else "") + "\n", stated
+    begin = max(floor, min(stop, end - len(text[begin:end].lstrip())))
+    begin -= text[begin - 1 : begin] == " " and begin > floor
     closing = text[stop : found.end()] if pattern is None and found["end"] else ""
-    return TraceParts(text[:start], text[start:begin], text[begin:stop], closing)
+    return TraceParts(text[:start], cue + text[floor:begin], text[begin:stop], closing)
 
 
 def steps_in(reasoning: str) -> list[tuple[int, int]]:
@@ -133,12 +143,14 @@ class LoadedTraces:
     said: list[str]
     reader: str | None = None
 
-    def chosen(self, most: int) -> LoadedTraces:
-        """At most about `most` traces: all of some problems, which are the same in every source."""
+    def chosen(self, most: int, first: Collection[str] = ()) -> LoadedTraces:
+        """At most about `most` traces: all of some problems, which are the same in every source. Those of the ids in
+        `first` come first."""
         if most >= len(self.traces):
             return self
         kept, count = set[str](), 0
-        for problem in sorted({trace.problem_id for trace in self.traces}):  # ids are hashes, so this is a draw
+        ids = {trace.problem_id for trace in self.traces}
+        for problem in sorted(ids, key=lambda each: (each not in first, each)):  # ids are hashes, so this is a draw
             if count < most:
                 kept.add(problem)
                 count += sum(trace.problem_id == problem for trace in self.traces)
@@ -146,6 +158,17 @@ class LoadedTraces:
         left = counted(len(self.traces) - len(traces), "trace")
         note = f"{self.name}: {left} left out (--most {most}), all those of some problems."
         return replace(self, traces=traces, said=[*self.said, note])
+
+
+def chosen_together(loaded: Sequence[LoadedTraces], most: int) -> list[LoadedTraces]:
+    """About `most` traces of each source, of the problems that all sources have if these are enough. Two sources get
+    different names. Raises UsageError if they have no problem in common."""
+    common = set.intersection(*({trace.problem_id for trace in each.traces} for each in loaded))
+    if not common:
+        raise UsageError("The two sources have no problem in common.", "Compare traces of the same problems.")
+    if len({each.name for each in loaded}) < len(loaded):
+        loaded = [loaded[0], replace(loaded[1], name=f"{loaded[1].name}-b")]
+    return [each.chosen(most, common) for each in loaded]
 
 
 # --- from rows --------------------------------------------------------------------------------------------------------

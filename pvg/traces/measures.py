@@ -166,8 +166,10 @@ class ReadableTrace(NamedTuple):
             return None
         steps = [parts.reasoning[slice(*place)] for place in steps_in(parts.reasoning)]
         try:
-            units, _ = reader.units(parts.reasoning), reader.whole(parts.cue + parts.answer + parts.end)
-            return cls(trace, parts, units, steps) if reader.fits(trace.problem, units) else None
+            units, last = reader.units(parts.reasoning), reader.whole(parts.cue + parts.answer + parts.end)
+            read = (units, *([reader.whole(change(step)) for step in steps] for change in (str, perturbed)))
+            fits = all(reader.fits(trace.problem, [*row, last]) for row in read)
+            return cls(trace, parts, units, steps) if fits else None
         except UsageError:  # a vocabulary of single characters lacks one
             return None
 
@@ -477,10 +479,8 @@ def _separability(
 
 
 def compared(first: Sequence[MeasuredTrace], second: Sequence[MeasuredTrace]) -> list[TraceComparison]:
-    """The measures of two sources, paired by problem. Raises UsageError if no problem is in both."""
+    """The measures of two sources, paired by problem."""
     sides = [_by_problem(side) for side in (first, second)]
-    if not set(sides[0]) & set(sides[1]):
-        raise UsageError("The two sources have no problem in common.", "Compare traces of the same problems.")
     found = []
     for name in PAIRED:
         common = sorted(p for p in set(sides[0]) & set(sides[1]) if name in sides[0][p] and name in sides[1][p])

@@ -100,7 +100,7 @@ class TraceReader:
 # --- on this machine --------------------------------------------------------------------------------------------------
 
 BUDGET = 16_384  # tokens of a forward pass; what rows have in common counts once
-ROOM = 32  # tokens for a cue and an answer
+ROOM = 32  # tokens for another answer than the stated one
 ROWS = 64  # completions that are written together
 GREEDY = 1e-9  # the temperature at which the most probable token is drawn
 
@@ -121,7 +121,8 @@ class LocalReader(TraceReader):
         return TextUnit(text, self._model.tokenizer.plain(text))
 
     def fits(self, problem: tuple[Message, ...], units: Sequence[TextUnit]) -> bool:
-        return len(self.prompt(problem)) + sum(len(unit.ids) for unit in units) + ROOM <= self._model.max_length
+        opened = max(len(self.prompt(problem)), sum(map(len, self._asked(ToContinue((), ())))))
+        return opened + sum(len(unit.ids) for unit in units) + ROOM <= self._model.max_length
 
     def prompt(self, problem: tuple[Message, ...]) -> Int32:
         """The tokens before a text, int32 [P]. Of no problem: those before any text."""
@@ -262,9 +263,11 @@ class UrlReader(TraceReader):
     async def _chance(self, before: str, answer: str) -> float:
         choice = await self.client.complete(before + answer, max_tokens=1, temperature=0, echo=True, logprobs=1)
         try:
-            given = choice["logprobs"]
-            pairs = zip(given["text_offset"], given["token_logprobs"], strict=True)
-            kept = [value for offset, value in pairs if len(before) <= offset < len(before) + len(answer)]
+            # The last token is the written one, so it begins where the answer ends. Places count from there: vLLM also
+            # counts the characters of a start token, which the text lacks. A token may begin before the answer.
+            offsets, values = (choice["logprobs"][name] for name in ("text_offset", "token_logprobs"))
+            start = offsets[-1] - len(answer)
+            kept = [value for end, value in zip(offsets[1:], values[:-1], strict=True) if end > start]
             return min(1.0, math.exp(math.fsum(kept))) if kept else self._no_logprobs()
         except (LookupError, TypeError, ValueError):
             return self._no_logprobs()
@@ -298,6 +301,6 @@ async def open_reader(
             yield UrlReader(client)
         return
     if model or key_variable:
-        raise UsageError("--model and --key-variable are for a reader behind a URL.", "Leave them out.")
+        raise UsageError("--model and --key-env are for a reader behind a URL.", "Leave them out.")
     async with local_reader(source, device) as reader:
         yield reader

@@ -26,6 +26,7 @@ def files(tmp_path, monkeypatch):
 
     write("clean.jsonl", clean_trace)
     write("empty.jsonl", lambda p: f"0+0=0;A{p.answer}")
+    (tmp_path / "other.jsonl").write_text('{"question": "9+9?", "text": "9+9=8;A8"}\n')
     return tmp_path
 
 
@@ -90,6 +91,7 @@ def test_texts_cannot_change_the_page(files):
         (("missing.jsonl",), "There is no run"),
         (("clean.jsonl", "--measures", "cir"), "need a reader"),
         (("clean.jsonl", "--reader", "embedded:nothing"), "nothing"),
+        (("clean.jsonl", "other.jsonl", "--reader", "embedded:nothing"), "no problem in common"),
         (("clean.jsonl", "--measures", "sir", *READER), "sir"),
         (("clean.jsonl", "--answer", "(", *READER), "regular expression"),
         (("clean.jsonl", "--answer", "A", *READER), "no group"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from pvg.errors import ConfigurationError, PvgError, UsageError
-from pvg.traces.loaders import load_traces, parts_of, read_fields, steps_in
+from pvg.traces.loaders import chosen_together, load_traces, parts_of, read_fields, steps_in
 
 HERE = Path(__file__).parent
 
@@ -47,6 +47,9 @@ def lines(tmp_path, *rows, name="t.jsonl"):
         ),
         ("7+5=2;2+8=0;A0", "7+5=2;2+8=0;", "A", "0", ""),
         ("#### 3\nNo: \\boxed{4}", "#### 3\nNo:", " \\boxed{", "4", "}"),
+        ("2+2 = 4. So answer: 4.0.\n#### 4", "2+2 = 4. So", "\n####", " 4", ""),
+        ("answer: 5.\nNo.\n#### 4", "answer: 5.\nNo.", "\n####", " 4", ""),
+        ("<think>2+2\n#### 4</think>\nIt is 4.\n\\boxed{4}", "<think>2+2", "</think>\n\\boxed{", "4", "}"),
     ],
 )
 def test_the_last_stated_answer_is_found(text, reasoning, cue, answer, end):
@@ -58,13 +61,16 @@ def test_a_users_pattern_finds_other_answers():
     parts = parts_of("1+1\nResult => 2 (sure)", re.compile(r"Result => (\d+)"))
     assert (parts.reasoning, parts.cue, parts.answer) == ("1+1", "\nResult =>", " 2")
     assert parts_of("no answer here") is None
+    assert parts_of("The answer isn't 5.") is None
+    assert parts_of("Result: 4 Result: x", re.compile(r"Result: (\d+)?")).answer == " 4"
     assert parts_of("no marker", None, "red").answer == " red"
 
 
 @given(st.text(alphabet="ab1 \n.;#\\{}<>answerboxd/thinkA", max_size=200))
 def test_any_text_is_cut_without_loss(text):
     if (parts := parts_of(text)) is not None:
-        assert text.startswith(parts.reasoning + parts.cue + parts.answer + parts.end)
+        assert text.startswith(parts.reasoning)
+        assert parts.answer + parts.end in text[len(parts.reasoning) :]
     places = steps_in(text)
     assert all(start < end for start, end in places)
     assert "".join(text[slice(*place)] for place in places).split() == text.split()
@@ -137,6 +143,18 @@ def test_about_the_most_traces_are_all_those_of_some_problems(tmp_path):
     assert {trace.problem_id for trace in chosen.traces} < {trace.problem_id for trace in loaded.traces}
     assert "28 traces" in chosen.said[-1]
     assert loaded.chosen(40) is loaded
+
+
+def test_two_sources_keep_the_problems_that_both_have(tmp_path):
+    many = [{"question": f"q{n}", "text": f"#### {n}"} for n in range(40)]
+    (tmp_path / "a").mkdir()
+    sides = [load(lines(tmp_path, *many)), load(lines(tmp_path / "a", *many[17:19]))]
+    first, second = chosen_together(sides, 4)
+    assert {trace.problem_id for trace in second.traces} < {trace.problem_id for trace in first.traces}
+    assert (len(first.traces), len(second.traces)) == (4, 2)
+    assert first.name != second.name
+    with pytest.raises(UsageError, match="no problem in common"):
+        chosen_together([load(lines(tmp_path, many[0])), sides[1]], 4)
 
 
 # --- what the real packages write (write_fixtures.py) -----------------------------------------------------------------

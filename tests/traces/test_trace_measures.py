@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from traces import slow_reference
 
 from pvg.config.task import ModchainTask
-from pvg.errors import ConfigurationError, UsageError
+from pvg.errors import ConfigurationError
 from pvg.evaluation.intervals import draws
 from pvg.models.packing import Trie, lengths_of
 from pvg.tasks.modchain import Modchain, chain_problem, clean_trace, flawed_trace
@@ -133,6 +134,32 @@ def test_a_reader_who_reads_another_answer_finds_the_reasoning_insufficient(tmp_
     assert (values["sr"], values["accuracy"], values["alone"]) == (0.0, 0.0, 1.0)
 
 
+class ContinuingReader(KnownReader):
+    """Solves a problem only after the word "key", and keeps what it was shown."""
+
+    shown = ()
+
+    async def written(self, asks, max_tokens):
+        self.shown = asks
+        return ["#### 7" if any("key" in unit.text for unit in ask.prefix) else "#### 8" for ask in asks]
+
+
+def test_a_prefix_with_the_key_adds_accuracy(tmp_path):
+    (found,), _ = measured([trace("a b c d key f g h i j\n#### 7")], tmp_path, ContinuingReader(), ["transfer"])
+    values = found.values()
+    assert [values[f"transfer_{share}"] for share in (10, 25, 50, 75, 90)] == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert (values["alone"], values["transfer"]) == (0.0, 0.6)
+
+
+def test_a_reader_for_sufficiency_sees_neither_the_question_nor_the_answer(tmp_path):
+    reader = ContinuingReader()
+    text = "<think>a key. The answer is 7.</think>\nSo it is 7.\n#### 7"
+    measured([trace(text)], tmp_path, reader, ["sr"])
+    (ask,) = reader.shown
+    assert ask.problem == ()
+    assert "7" not in "".join(unit.text for unit in ask.prefix) + ask.cue
+
+
 def test_results_are_kept_and_asked_for_once(tmp_path):
     traces = [trace("a key\n#### 7", place=str(n), question=f"q{n}") for n in range(3)]
     first, _ = measured(traces, tmp_path)
@@ -187,6 +214,13 @@ def test_the_judge_of_a_confusion_matrix():
     assert found["accuracy"].low < 0.4 < found["accuracy"].high
 
 
+def test_copies_of_a_problem_make_no_interval_narrower():
+    rows = [trace("x" * 9 * (n + 1), question=f"q{n}", known=n < 2, accepted=n % 3 > 0) for n in range(6)]
+    once, often = (estimates(bare(rows * copies))[0] for copies in (1, 20))
+    for name in ("accuracy", "characters", "balanced", "mcc"):
+        assert (often[name].low, often[name].high) == pytest.approx((once[name].low, once[name].high), abs=0.02)
+
+
 def test_a_judge_that_decays_has_a_change_point():
     traces = [
         trace(
@@ -235,9 +269,10 @@ def test_a_comparison_is_paired_by_problem_and_adjusted():
     assert rows["accuracy"].difference.problems == 9
     assert rows["characters"].difference.value == 2.0
     assert rows["accuracy"].p == pytest.approx(2 / 2**8)
-    assert rows["accuracy"].p_adjusted >= rows["accuracy"].p
-    with pytest.raises(UsageError, match="no problem in common"):
-        compared(first, bare([trace("x", question="other")]))
+    assert rows["characters"].p == pytest.approx(2 / 2**9)
+    assert [rows[name].p_adjusted for name in ("characters", "accuracy")] == pytest.approx(
+        [2 / 2**8] * 2
+    )  # 2 p, then p
 
 
 # --- a real model -----------------------------------------------------------------------------------------------------
@@ -290,6 +325,17 @@ def test_a_real_reader_gives_the_values_of_the_formulas(tmp_path):
         assert each.read["sr"] == each.read["90"] == each.trace.truth
     wrong = found[len(PROBLEMS)]
     assert wrong.values()["accuracy"] == 0.0
+
+
+@pytest.mark.slow
+def test_what_is_longer_than_the_context_with_its_answer_is_left_out(tmp_path):
+    async def work(reader):
+        texts = [f"1+2=3;A{'1' * size}" for size in (400, 1)]
+        long, short = (trace(text, question="1+2?", pattern=re.compile(r"A(\d+)")) for text in texts)
+        with KeptResults(tmp_path / "results.jsonl") as kept:
+            return await measure(LoadedTraces("s", "x", [long, short], []), reader, kept, READ, 8, lambda *_: None)
+
+    assert [bool(each.chances) for each in asyncio.run(with_reader(work))] == [False, True]
 
 
 @pytest.mark.slow

@@ -56,6 +56,19 @@ def test_log_probs_of_prompts_give_every_measure(tmp_path):
     assert sum("2+2?" in text for text in asked) == len(asked) - 1  # SR does not show the question
 
 
+def test_a_start_token_and_a_token_over_the_border_of_the_answer_change_no_chance(tmp_path):
+    """vLLM counts a start token in the places of all others. The end of "#### 4" is one token, "# 4"."""
+
+    def shifted(route, body):
+        text = body["prompt"]
+        begins = [0, *(len("<s>") + place for place in (0, len(text) - 7, len(text) - 3, len(text)))]
+        logprobs = {"text_offset": begins, "token_logprobs": [None, -3.0, -2.0, -0.5, -9.0]}
+        return {"choices": [{"text": f"{text}x", "logprobs": logprobs}]}
+
+    found, _, _ = read(shifted, tmp_path, ["cir"])
+    assert set(found.chances) == {math.exp(-0.5)}
+
+
 def test_without_log_probs_two_measures_are_left_out_and_said(tmp_path):
     def refusing(route, body):
         if route == "completions":
