@@ -190,14 +190,15 @@ def read_fields(given: Sequence[str]) -> dict[str, str]:
 def _traces_of(
     rows: Iterable[tuple[str, object]], file: Path, fields: Mapping[str, str], pattern: re.Pattern[str] | None
 ) -> tuple[list[Trace], list[str]]:
-    """The traces of rows, and what was guessed. The first row says which columns there are."""
+    """The traces of rows, and what was guessed. A column may be in some rows only."""
+    rows, traces = list(rows), list[Trace]()
+    names = dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row)
     columns: dict[str, str] = {}
-    traces = list[Trace]()
     for place, row in rows:
         where = f"{file.name}, {place}"
         if not isinstance(row, dict):
             raise ConfigurationError(f"{where}: it is not a JSON object.", "Each line is one object: a trace.")
-        columns = columns or _columns_of(row, fields, where)
+        columns = columns or _columns_of(names, fields, where)
         missing = next((columns[name] for name in ("problem", "text") if columns[name] not in row), None)
         if missing is not None:
             raise ConfigurationError(f"{where}: it has no {missing!r}.", "Correct the row.")
@@ -214,7 +215,7 @@ def _traces_of(
     return traces, said + ([f"{file.name}: {counted(empty, 'text')} of {len(traces):,} empty."] if empty else [])
 
 
-def _columns_of(row: Mapping[str, object], fields: Mapping[str, str], where: str) -> dict[str, str]:
+def _columns_of(row: Collection[str], fields: Mapping[str, str], where: str) -> dict[str, str]:
     found = {name: column for name, column in fields.items() if column}
     if lost := next((column for column in found.values() if column not in row), ""):
         raise ConfigurationError(f"{where}: there is no column {lost!r}.", f"It has {listed(list(row))}.")

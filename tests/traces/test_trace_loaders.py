@@ -110,6 +110,11 @@ def test_columns_are_guessed_and_said_and_can_be_named(tmp_path):
     assert (found.truth, found.correct) == ("5", False)
 
 
+def test_a_column_may_be_in_later_rows_only(tmp_path):
+    rows = [{"question": "q", "text": "#### 4"}, {"question": "q", "text": "#### 4", "truth": "5"}]
+    assert [trace.correct for trace in load(lines(tmp_path, *rows)).traces] == [None, False]
+
+
 def test_equal_answers_need_not_be_written_alike(tmp_path):
     file = lines(tmp_path, {"question": "q", "text": "#### 1,200", "truth": "1200.0"})
     assert load(file).traces[0].correct
