@@ -256,6 +256,20 @@ def test_a_template_fills_each_place_once_and_leaves_other_braces() -> None:
     assert seen == ['{"p": "How many?", "t": "{problem} {answer}", "a": "7"}']
 
 
+def test_another_model_prompt_or_verdict_is_another_judge() -> None:
+    async def identity(**options: Any) -> str:
+        async with open_target(TargetSpec("http://127.0.0.1:1/v1/chat/completions", **options)) as target:
+            return target.identity
+
+    specs = [
+        {"model": "m"},
+        {"model": "n"},
+        {"model": "m", "template": "{text}?"},
+        {"model": "m", "verdict": ("A", "B")},
+    ]
+    assert len({asyncio.run(identity(**spec)) for spec in specs}) == len(specs)
+
+
 def test_classification_and_pooling_of_vllm() -> None:
     async def route(request: web.Request) -> web.Response:
         assert "good" in (await request.json())["input"]
