@@ -300,6 +300,9 @@ KINDS: dict[str, Callable[[object, str, str], Any]] = {
 # --- kinds of sources -------------------------------------------------------------------------------------------------
 
 
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".eval")
+
+
 def load_traces(source: str, fields: Mapping[str, str], runs: Path, pattern: re.Pattern[str] | None) -> LoadedTraces:
     """The traces of a file, of a folder with files of one kind, or of a run: NAME, NAME/round-2, NAME/base,
     each also with /helpful or /sneaky."""
@@ -307,8 +310,8 @@ def load_traces(source: str, fields: Mapping[str, str], runs: Path, pattern: re.
     with user_paths():
         file, folder = place.is_file(), place.is_dir() and not (place / "experiment.toml").is_file()
     if not file and not folder:
-        if fields:
-            raise UsageError(f"There is no file {source}, and --field is for files.", "Give the path of a file.")
+        if fields or place.suffix.lower() in SUFFIXES:
+            raise UsageError(f"There is no file {source}.", "Give the path of a file, a folder or the name of a run.")
         return _run_traces(source, runs, pattern)
     files = [place] if file else _files_in(place)
     traces, said = list[Trace](), list[str]()

@@ -88,7 +88,7 @@ def test_texts_cannot_change_the_page(files):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("missing.jsonl",), "There is no run"),
+        (("missing.jsonl",), "There is no file"),
         (("clean.jsonl", "--measures", "cir"), "need a reader"),
         (("clean.jsonl", "--reader", "embedded:nothing"), "nothing"),
         (("clean.jsonl", "other.jsonl", "--reader", "embedded:nothing"), "no problem in common"),
