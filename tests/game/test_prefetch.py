@@ -171,8 +171,8 @@ def test_scores_have_a_thread_where_a_core_is_free(
 
         async def scored(beside_trainer: bool) -> None:
             scorer = players.scorer(verifier, beside_trainer=beside_trainer)
-            forward = scorer._backend._forward  # type: ignore[attr-defined]
-            scorer._backend._forward = lambda inputs: seen.add(current_thread().name) or forward(inputs)  # type: ignore[attr-defined]
+            forward = scorer._backend.forward  # type: ignore[attr-defined]
+            scorer._backend.forward = lambda inputs: seen.add(current_thread().name) or forward(inputs)  # type: ignore[attr-defined]
             await scorer.score(two_rollouts("a").rollouts)
 
         try:

@@ -165,8 +165,7 @@ def test_a_batch_counts_once_however_many_steps_learn_from_it(tmp_path: Path) ->
     committed = state_of(run)
     sampled = [shard["rows"] for shard in committed["shards"] if "train_prover" in shard["path"]]
     assert sum(step["rollouts"] for step in firsts) == sum(sampled) == 16 * BATCHES
-    # The rule and the alerts have taken in each batch once.
-    assert committed["progress"]["stop_rule"]["seen"] == BATCHES
+    # The alerts have taken in each batch once.
     for name in ("helpful_accuracy", "zero_signal"):
         average = firsts[0][name]
         for step in firsts[1:]:
