@@ -38,6 +38,7 @@ PARTS = {
     "steps": "optimizer steps",
     "decoding": "decoding",
     "full": "all weights trained",
+    "ipc": "weights between two processes",
     "parity": "parity",
     "peer": "TRL, and a vocabulary of 262k",
     "game": "embedded game",

@@ -130,7 +130,7 @@ def failed(what: str) -> TargetAnswer:
     return TargetAnswer(error=visible(what)[:LONGEST_ERROR])
 
 
-# --- a function of a user's file, in processes of its own -----------------------------------------------------------
+# --- a user's function, in separate processes -------------------------------------------------------------
 
 COMMAND = "import sys; from pvg.attack.targets import serve; serve(sys.argv[1])"
 START_S = 120.0  # for the imports of the user's file
@@ -200,7 +200,7 @@ class FunctionTarget(Target):
         found = json.loads(await _asked(child, b"", START_S) or b"{}")
         if "ready" not in found:
             await _end(child)
-            ended = f"{self.about} does not load in a process of its own."
+            ended = f"{self.about} does not load in a separate process."
             raise ConfigurationError(found.get("message", ended), found.get("remedy", "Import it in Python."))
         self.imported = found["ready"]
         return child

@@ -284,8 +284,9 @@ class Players:
 
     @asynccontextmanager
     async def of_verifier(self, verifier: GenerativeHead, task: Task, rollout: Rollouts) -> AsyncIterator[Players]:
-        """Players of the same run with another policy: the verifier, which writes verdicts. It samples on a torch
-        engine of its own, and `task` grades its verdicts. All other parts are shared. The caller owns the verifier."""
+        """Players of the same run with another policy: the verifier, which writes verdicts. It has its own torch
+        engine for sampling, and `task` grades its verdicts. All other parts are shared. The caller owns the
+        verifier."""
         found, policy = copy.copy(self), verifier.policy
         # Rounding would remove small updates of adapters.
         dtype = None if self._experiment.verifier.adapters.rank else self._experiment.sampling_dtype

@@ -96,6 +96,7 @@ FIGURES = {
     "steps": "four times the rows: hardware MFU",
     "decoding": "engine, 12 rows, lean decoding",
     "full": "FSDP2 over gloo with MixedPrecisionPolicy: forward and backward",
+    "ipc": "again: 2e-06 GB handed over and doubled",
     "parity": "trainer and sampler, adapters merged in float32: k3",
     "peer": "adapters: 96 tokens, vocabulary of 1000: peak memory",
 }
