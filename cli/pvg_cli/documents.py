@@ -25,13 +25,13 @@ from pvg.bench.profiling import ProfileResult
 from pvg.bench.report import BenchReport
 from pvg.config.experiment import BatchArithmetic
 from pvg.evaluation.report import EvaluationReport
+from pvg.evaluation.trace_report import MeasureReport
 from pvg.hub import Download
 from pvg.reporting.diagnosis import Diagnosis
 from pvg.reporting.follow import RunGlance
 from pvg.reporting.run_summary import AlertRecord, RunSummary
 from pvg.reporting.solutions import Example
 from pvg.study.results import StudyResults
-from pvg.traces.measures import MeasureReport
 from pvg_cli.doctor import CheckResult
 
 PLACE = Path(__file__).with_name("documents.toml")

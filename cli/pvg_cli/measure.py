@@ -18,8 +18,8 @@ from pvg_cli.options import DebugOption, JsonOption, RunsOption
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from pvg.evaluation.trace_report import MeasureReport
     from pvg.traces.loaders import LoadedTraces
-    from pvg.traces.measures import MeasureReport
     from pvg.traces.readers import TraceReader
 
 
@@ -151,9 +151,10 @@ def _measured(
 
     from rich.text import Text
 
+    from pvg.evaluation.trace_report import report_of_traces
     from pvg.reporting.measure_page import measure_page
     from pvg.traces.kept_results import KeptResults
-    from pvg.traces.measures import measured, report_of_traces
+    from pvg.traces.measures import measured
     from pvg_cli.display import Display, progress_row
     from pvg_cli.driving import cancelled_at_signals, killed_document
     from pvg_cli.output import stderr

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
+from pvg.evaluation.trace_report import LABELS, MeasureReport, SourceRecord
 from pvg.reporting.charts import ChartLine, XAxis, line_chart
 from pvg.reporting.evaluation import estimate_text
 from pvg.reporting.formats import ABSENT
 from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, elements, page
-from pvg.traces.measures import DECORATIVE, LABELS, MeasuredTrace, MeasureReport, SourceRecord, contributions
+from pvg.traces.measures import DECORATIVE, MeasuredTrace, contributions
 
 markup = TemplateMacros("measure.html.j2")
 SHOWN_TRACES = 40  # of a page, half of them with the least and half with the most important reasoning

@@ -1,4 +1,4 @@
-"""Measures of traces: formulas, what a reader is asked for each trace, and the report of one or two sources.
+"""Measures of traces: formulas, and what a reader is asked for each trace.
 
 CIR (causal importance of reasoning, arXiv 2604.22074): (1/T) sum_{k=1..T} JS(Bernoulli(p_k), Bernoulli(p_T)) with p_k
 = P(stated answer | first k units of the reasoning), in bits, so between 0 and 1. Near 0: the reader knows the answer
@@ -7,48 +7,27 @@ the same answer. Transfer utility (arXiv 2603.20508): accuracy of a reader who c
 the reasoning, minus its accuracy without it. True-thinking score of a step (arXiv 2510.24941): (|S1(1) - S0(1)| +
 |S1(0) - S0(0)|) / 2 with Sx(c) = P(stated answer) right after the step; x: the step is intact (1) or perturbed (0); c:
 those before it are.
-
-Judges: Matthews correlation, TPR x TNR (g-mean2, arXiv 2512.18311) and balanced accuracy of accepted against correct.
-All intervals are over problems.
 """
 
 from __future__ import annotations
 
 import re
-import tomllib
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 from scipy.special import entr
 
-from pvg.config.base import StrictRecord
 from pvg.errors import ConfigurationError, UsageError, counted
-from pvg.evaluation.intervals import (
-    RESAMPLES,
-    Estimate,
-    Float64,
-    change_point,
-    draws,
-    holm,
-    mean_of,
-    percentile,
-    share_of,
-    sign_flip_p,
-)
-from pvg.evaluation.measures import FOLDS, NGRAMS, features, folds_of, matthews_of, probe
 from pvg.tasks.answers import same_answer
 from pvg.traces.http_client import RefusedByServer
 from pvg.traces.kept_results import KeptResults, digest_of_question
 from pvg.traces.loaders import LoadedTraces, Trace, TraceParts, parts_of, steps_in
 from pvg.traces.readers import TextUnit, ToContinue, TraceReader
-from pvg.verifier.calibration import matthews
-from pvg.version import code_version
+
+Float64 = NDArray[np.float64]
 
 # --- formulas ---------------------------------------------------------------------------------------------------------
 
@@ -295,212 +274,3 @@ WORKS: dict[str, tuple[Work, int]] = {
     "tts": (_thought, 1),
     "transfer": (_continued, TOGETHER),
 }
-
-
-# --- the report -------------------------------------------------------------------------------------------------------
-
-# Measure -> (label, what it means), in the order of tables.
-LABELS: dict[str, tuple[str, str]] = {
-    name: (label.replace("{share}", share), about)
-    for key, (label, about) in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
-    for share in (map(str, SHARES) if "{" in key else ("",))
-    for name in (key.replace("{share}", share),)
-}
-SHARES_OF_TRACES = ("accuracy", "sr", "alone", "accepted")
-PAIRED = tuple(name for name in LABELS if name not in ("mcc", "gmean2", "balanced", "wrong_reason", "separability"))
-
-
-class JudgeAtStep(StrictRecord):
-    """The judge at a step of the training, or after a round. None: only one kind of decision or of trace."""
-
-    step: int
-    traces: int
-    mcc: float | None
-
-
-class SourceRecord(StrictRecord):
-    """`measures`: in the order of LABELS. `change`: the step from which on the judge's MCC differs, and the p value of
-    that change."""
-
-    name: str
-    kind: str
-    traces: int
-    problems: int
-    said: list[str]
-    measures: dict[str, Estimate]
-    judge: list[JudgeAtStep] = Field(default_factory=list)
-    change: tuple[int, float] | None = None
-
-
-class TraceRecord(StrictRecord):
-    source: str
-    place: str
-    problem: str  # the hash by which traces of one problem are found
-    values: dict[str, float]
-    read: dict[str, str | None]
-
-
-class TraceComparison(StrictRecord):
-    """The second source minus the first, on the problems that both have. `p`: of exchanging the sources of problems;
-    `p_adjusted`: Holm's, over the measures."""
-
-    name: str
-    difference: Estimate
-    p: float | None
-    p_adjusted: float | None
-
-
-class MeasureReport(StrictRecord):
-    """`reader`: its name; None without one."""
-
-    schema_version: Literal[1] = 1
-    created: str
-    code_version: str
-    reader: str | None
-    sources: list[SourceRecord]
-    comparison: list[TraceComparison]
-    traces: list[TraceRecord]
-
-
-def report_of_traces(
-    loaded: Sequence[LoadedTraces], sides: Sequence[Sequence[MeasuredTrace]], reader: str | None
-) -> MeasureReport:
-    """The report of one source, or of two that are compared."""
-    return MeasureReport(
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        code_version=code_version(),
-        reader=reader,
-        sources=[summarised(each, side) for each, side in zip(loaded, sides, strict=True)],
-        comparison=compared(*sides) if len(sides) == 2 else [],
-        traces=[
-            TraceRecord(
-                source=each.name,
-                place=row.trace.place,
-                problem=row.trace.problem_id,
-                values=row.values(),
-                read=dict(row.read),
-            )
-            for each, side in zip(loaded, sides, strict=True)
-            for row in side
-        ],
-    )
-
-
-def summarised(loaded: LoadedTraces, measured: Sequence[MeasuredTrace]) -> SourceRecord:
-    """The report of one source."""
-    problem_ids = sorted({each.trace.problem_id for each in measured})
-    numbers = {name: number for number, name in enumerate(problem_ids)}
-    problems_N = np.array([numbers[each.trace.problem_id] for each in measured])
-    weights_BP = draws(len(problem_ids), RESAMPLES, 0)
-    values = [each.values() for each in measured]
-    found: dict[str, Estimate] = {}
-    for name in PAIRED:
-        known = [place for place, row in enumerate(values) if name in row]
-        if known:
-            column_N = np.array([values[place][name] for place in known])
-            if name in SHARES_OF_TRACES:
-                found[name] = share_of(column_N.astype(bool), problems_N[known])
-            else:
-                found[name] = mean_of(column_N, problems_N[known], weights_BP)
-    judged = [place for place, each in enumerate(measured) if None not in (each.trace.accepted, each.trace.correct)]
-    steps: list[JudgeAtStep] = []
-    if judged:
-        accepted_N, correct_N = (
-            np.array([getattr(measured[place].trace, name) for place in judged]) for name in ("accepted", "correct")
-        )
-        found |= judge_measures(accepted_N, correct_N, problems_N[judged], weights_BP)
-        steps = _judge_by_step([measured[place].trace for place in judged])
-    reasons = [
-        (each.trace.named != each.trace.flaw, place)
-        for place, each in enumerate(measured)
-        if None not in (each.trace.named, each.trace.flaw)
-        and each.trace.accepted is False
-        and each.trace.correct is False
-    ]
-    if reasons:
-        found["wrong_reason"] = share_of(np.array([wrong for wrong, _ in reasons]), problems_N[[p for _, p in reasons]])
-    roles = sorted({each.trace.role for each in measured if each.trace.role is not None})
-    if len(roles) == 2:
-        found["separability"] = _separability(measured, roles[0], problems_N, problem_ids, weights_BP)
-    series = [(step.step, step.mcc) for step in steps if step.mcc is not None]
-    change = change_point(np.array([mcc for _, mcc in series]))
-    return SourceRecord(
-        name=loaded.name,
-        kind=loaded.kind,
-        traces=len(measured),
-        problems=len(problem_ids),
-        said=list(loaded.said),
-        measures={name: found[name] for name in LABELS if name in found},
-        judge=steps,
-        change=None if change is None else (series[change[0]][0], change[1]),
-    )
-
-
-def judge_measures(
-    accepted_N: NDArray[np.bool_], correct_N: NDArray[np.bool_], problems_N: NDArray[np.int64], weights_BP: Float64
-) -> dict[str, Estimate]:
-    """Matthews correlation, g-mean2 and balanced accuracy, each with a bootstrap over problems."""
-    size, count = weights_BP.shape[1], len(np.unique(problems_N))
-
-    def rates(weights_BP: Float64) -> tuple[Float64, Float64]:
-        counts = [
-            weights_BP @ np.bincount(problems_N, weights=of_N.astype(np.float64), minlength=size)
-            for of_N in (accepted_N & correct_N, correct_N, ~accepted_N & ~correct_N, ~correct_N)
-        ]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return counts[0] / counts[1], counts[2] / counts[3]
-
-    found = {"mcc": matthews_of(accepted_N, correct_N, problems_N, weights_BP)}
-    (right, wrong), (right_B, wrong_B) = rates(np.ones((1, size))), rates(weights_BP)
-    for name, join in (("gmean2", np.multiply), ("balanced", lambda one, other: (one + other) / 2)):
-        value = float(join(right, wrong)[0])
-        found[name] = percentile(value, np.asarray(join(right_B, wrong_B)), len(accepted_N), count)
-    return found
-
-
-def _judge_by_step(traces: Sequence[Trace]) -> list[JudgeAtStep]:
-    found = []
-    for step in sorted({trace.step for trace in traces if trace.step is not None}):
-        own = [trace for trace in traces if trace.step == step]
-        mcc = matthews(*(np.array([getattr(trace, name) for trace in own]) for name in ("accepted", "correct")))
-        found.append(JudgeAtStep(step=step, traces=len(own), mcc=float(mcc) if np.isfinite(mcc) else None))
-    return found
-
-
-def _separability(
-    measured: Sequence[MeasuredTrace], role: str, problems_N: Any, problem_ids: Sequence[str], weights_BP: Float64
-) -> Estimate:
-    """The probe of pvg.evaluation.measures on words, of the traces with a role."""
-    kept = [place for place, each in enumerate(measured) if each.trace.role is not None]
-    words = [re.findall(r"\w+|[^\w\s]", measured[place].trace.text) for place in kept]
-    ids = [np.array([zlib.crc32(word.encode()) & 0x7FFFFFFF for word in row], dtype=np.int32) for row in words]
-    own_N = np.array([measured[place].trace.role == role for place in kept])
-    return probe(features(ids, NGRAMS), own_N, problems_N[kept], folds_of(problem_ids, FOLDS), weights_BP)
-
-
-def compared(first: Sequence[MeasuredTrace], second: Sequence[MeasuredTrace]) -> list[TraceComparison]:
-    """The measures of two sources, paired by problem."""
-    sides = [_by_problem(side) for side in (first, second)]
-    found = []
-    for name in PAIRED:
-        common = sorted(p for p in set(sides[0]) & set(sides[1]) if name in sides[0][p] and name in sides[1][p])
-        if not common:
-            continue
-        differences_P = np.array([sides[1][problem][name] - sides[0][problem][name] for problem in common])
-        weights_BP = draws(len(common), RESAMPLES, 0)
-        estimate = mean_of(differences_P, np.arange(len(common)), weights_BP)
-        found.append((name, estimate, sign_flip_p(differences_P.tolist())))
-    adjusted = holm([p for _, _, p in found])
-    return [
-        TraceComparison(name=name, difference=estimate, p=p, p_adjusted=more)
-        for (name, estimate, p), more in zip(found, adjusted, strict=True)
-    ]
-
-
-def _by_problem(measured: Sequence[MeasuredTrace]) -> dict[str, dict[str, float]]:
-    """The mean of each measure by problem."""
-    rows: dict[str, dict[str, list[float]]] = {}
-    for each in measured:
-        for name, value in each.values().items():
-            rows.setdefault(each.trace.problem_id, {}).setdefault(name, []).append(value)
-    return {problem: {name: float(np.mean(of)) for name, of in row.items()} for problem, row in rows.items()}

@@ -10,6 +10,7 @@ import pytest
 from browser import Browser, needs_browser
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
 
+from pvg.evaluation.trace_report import report_of_traces
 from pvg.records import Role
 from pvg.reporting.measure_page import measure_page
 from pvg.reporting.run_page import collect, compared_runs, run_page, several_page
@@ -18,7 +19,7 @@ from pvg.reporting.solutions import rollouts_file, stored_rollouts
 from pvg.reporting.watch_server import LiveRun
 from pvg.store.run_directory import RunDirectory
 from pvg.traces.loaders import LoadedTraces, Trace
-from pvg.traces.measures import MeasuredTrace, report_of_traces
+from pvg.traces.measures import MeasuredTrace
 
 LONG = "wordwithoutanyspace" * 40 + "\nfirst line\n\tsecond line " + "word " * 200
 # What reaches beyond the screen and is not inside a frame that scrolls or cuts it off.

@@ -16,6 +16,7 @@ from traces import slow_reference
 from pvg.config.task import ModchainTask
 from pvg.errors import ConfigurationError
 from pvg.evaluation.intervals import draws
+from pvg.evaluation.trace_report import compared, judge_measures, summarised
 from pvg.models.packing import Trie, lengths_of
 from pvg.tasks.modchain import Modchain, chain_problem, clean_trace, flawed_trace
 from pvg.traces.kept_results import KeptResults
@@ -23,14 +24,11 @@ from pvg.traces.loaders import LoadedTraces, Trace
 from pvg.traces.measures import (
     READ,
     MeasuredTrace,
-    compared,
     contributions,
     divergence,
     importance,
-    judge_measures,
     missing,
     perturbed,
-    summarised,
     thinking_score,
 )
 from pvg.traces.measures import measured as measure
