@@ -13,7 +13,18 @@ import typer
 
 from pvg.errors import EXIT_CHECK_FAILED, StoppedAtStart, UsageError, user_paths
 from pvg_cli.boundary import EXIT_STOPPED, announce_loading, command_line, emit, say
-from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunsOption, SetOption, check_output, write_output
+from pvg_cli.options import (
+    JSON_MARK,
+    PAGE_MARK,
+    DebugOption,
+    JsonOption,
+    RoundOption,
+    RunsOption,
+    SetOption,
+    check_folder,
+    check_output,
+    write_output,
+)
 
 if TYPE_CHECKING:
     from pvg.attack.runner import RobustnessCard
@@ -65,7 +76,8 @@ def attack(
     allowed = None if fail_above is None else _share(fail_above)
     finished, experiment = _problems(target, task, data, (runs, round_), overrides or [], train, sandbox)
     folder = out or Path("attacks", re.sub(r"[^A-Za-z0-9._-]+", "-", target).strip("-.")[-80:] or "target")
-    check_output("--markdown", markdown)
+    check_output("--markdown", markdown, b"![pvg attack:")
+    check_folder(folder, card_json=JSON_MARK, card_html=PAGE_MARK)
     from pvg.attack.targets import TargetSpec
     from pvg.inputs import read_text
     from pvg_cli.driving import drive, killed_document

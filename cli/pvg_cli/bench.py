@@ -12,7 +12,7 @@ import typer
 from pvg.errors import MissingRequirementError, UsageError
 from pvg_cli import completion
 from pvg_cli.boundary import announce_loading, command_line, emit, say, stopped
-from pvg_cli.options import DebugOption, JsonOption, SetOption, check_output
+from pvg_cli.options import JSON_MARK, DebugOption, JsonOption, SetOption, check_output
 
 if TYPE_CHECKING:
     from pvg.bench.planning import BenchPlan
@@ -148,7 +148,7 @@ def _output(out: Path | None, plan: BenchPlan) -> Path:
 
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
     path = out if out is not None else REPORTS / f"{plan.base.profile.name}-{stamp}.json"
-    check_output("--out", out)
+    check_output("--out", out, JSON_MARK)
     try:
         make_directory(path.parent)
         with tempfile.TemporaryFile(dir=path.parent) as probe:

@@ -42,14 +42,14 @@ def compare(
     p value of a rank test.
     """
     from pvg.bench.compare import compare_reports
-    from pvg_cli.compare_table import comparison_text, failure_line, markdown_text
+    from pvg_cli.compare_table import MARKDOWN_MARK, comparison_text, failure_line, markdown_text
     from pvg_cli.output import stdout
 
     threshold = parse_share(fail_above) if fail_above is not None else None
     if as_json and markdown == "":
         raise UsageError("--json and --markdown cannot both write to stdout.", "Give a file: --markdown FILE")
     file = Path(markdown) if markdown else None
-    check_output("--markdown", file, a, b)
+    check_output("--markdown", file, MARKDOWN_MARK, a, b)
     comparison = compare_reports(_read(a), _read(b), paths=(str(a), str(b)), fail_above=threshold)
     if markdown == "":
         write_utf8(markdown_text(comparison).encode())

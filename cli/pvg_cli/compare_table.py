@@ -28,6 +28,7 @@ from pvg_cli.bench_tables import number
 
 STYLES = {"worse": "badge bad", "better": "badge good", "too few samples": "badge warn", "no difference seen": ""}
 MOST_CHARACTERS = 44  # per value
+MARKDOWN_MARK = b"# pvg compare:"  # how the Markdown begins
 CODE = ("pvg", "git_commit", "git_dirty")  # the fields of the environment that describe the code
 
 
@@ -43,7 +44,7 @@ def comparison_text(comparison: ReportComparison) -> Group:
 
 def markdown_text(comparison: ReportComparison) -> str:
     """The whole comparison as a Markdown document."""
-    lines = [f"# pvg compare: {comparison.name}", ""]
+    lines = [f"{MARKDOWN_MARK.decode()} {comparison.name}", ""]
     lines += [f"- {letter}: {_side(side)}, `{side.command}`" for letter, side in _sides(comparison)]
     for title, table in _differences(comparison).items():
         lines += ["", f"{title}:", "", table.to_markdown()]

@@ -13,7 +13,7 @@ import typer
 
 from pvg.errors import StoppedAtStart, UsageError, counted
 from pvg_cli.boundary import announce_loading, command_line, emit, say
-from pvg_cli.options import DebugOption, JsonOption, RunsOption
+from pvg_cli.options import JSON_MARK, PAGE_MARK, DebugOption, JsonOption, RunsOption, check_folder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -103,6 +103,7 @@ def measure(  # noqa: PLR0917  (each is an option)
         fetch({"models.prover.source": reader}, ["models.prover.source"])
     announce_loading()
     folder = out or Path("measures") / "-vs-".join(each.name for each in loaded)
+    check_folder(folder, measures_json=JSON_MARK, measures_html=PAGE_MARK)
     opened = partial(_opened, reader, model, key_env)
     report, page = _measured(loaded, opened, wanted, max_tokens, folder, as_json)
     for line in (line for each in loaded for line in each.said if line not in before):

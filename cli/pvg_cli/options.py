@@ -61,6 +61,9 @@ ClusterOption = Annotated[
         "HOST:PORT: a running Ray cluster.",
     ),
 ]
+# What files that pvg writes begin with, apart from runs (pvg.store.atomic.is_foreign).
+JSON_MARK, PAGE_MARK = b'"schema_version"', b'<meta name="generator" content="pvg">'
+
 MetricsPortOption = Annotated[
     int | None, typer.Option("--metrics-port", metavar="PORT", help="Serve metrics for Prometheus on 127.0.0.1:PORT.")
 ]
@@ -72,8 +75,9 @@ def metrics_port_override(port: int | None) -> list[str]:
 
 
 @user_paths()
-def check_output(option: str, path: Path | None, *inputs: Path) -> None:
-    """Before the work: raises UsageError if `path` cannot be the file of an option, or is one of the `inputs`."""
+def check_output(option: str, path: Path | None, mark: bytes, *inputs: Path) -> None:
+    """Before the work: raises UsageError if `path` cannot be the file of an option, is one of the `inputs`, or is a
+    file without the `mark` of what would replace it."""
     if path is None:
         return
     if path.is_dir():
@@ -84,6 +88,23 @@ def check_output(option: str, path: Path | None, *inputs: Path) -> None:
         raise UsageError(f"The folder {path.parent} does not exist.", f"mkdir -p {shlex.quote(str(path.parent))}")
     if path.is_file() and any(each.exists() and path.samefile(each) for each in inputs):
         raise UsageError(f"{option} {path} would overwrite what pvg reads.", f"Give another file: {option} FILE")
+    refuse_foreign(path, mark, f"Give another file: {option} FILE")
+
+
+def refuse_foreign(path: Path, mark: bytes, remedy: str) -> None:
+    """Raises UsageError if pvg did not write the file at `path` (see `is_foreign`)."""
+    from pvg.store.atomic import is_foreign
+
+    if is_foreign(path, mark):
+        raise UsageError(f"{path} exists, and pvg did not write it, so pvg does not replace it.", remedy)
+
+
+@user_paths()
+def check_folder(folder: Path, **marks: bytes) -> None:
+    """Before the work: raises UsageError if the folder of --out has a file that pvg would replace, but did not write.
+    `marks`: name of the file, with _ for its dot -> its mark."""
+    for name, mark in marks.items():
+        refuse_foreign(folder / name.replace("_", "."), mark, "Choose another folder: --out FOLDER")
 
 
 @user_paths()

@@ -16,7 +16,7 @@ import typer
 from pvg.errors import StateError, UsageError, user_paths
 from pvg_cli import completion
 from pvg_cli.boundary import emit, say
-from pvg_cli.options import DebugOption, JsonOption, RunsOption
+from pvg_cli.options import PAGE_MARK, DebugOption, JsonOption, RunsOption, refuse_foreign
 
 if TYPE_CHECKING:
     from pvg.reporting.run_summary import RunState, RunSummary
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Read = TypeVar("Read")
 PAGE = Path("report.html")  # in the current folder; for several runs
+ELSEWHERE = "Write the page elsewhere with --html FILE, or leave it out with --no-html."
 
 
 def report(
@@ -60,10 +61,7 @@ def report(
     with user_paths():
         reports = [Path(target) for target in targets if Path(target).is_file()]
         if html is not None and html.is_dir():
-            raise UsageError(
-                f"The page {html} cannot be written: it is a folder.",
-                "Name a file with --html FILE, or leave the page out with --no-html.",
-            )
+            raise UsageError(f"The page {html} cannot be written: it is a folder.", ELSEWHERE)
     if reports and len(reports) < len(targets):
         raise UsageError("Runs and benchmark reports cannot be shown together.", "Give either runs or reports.")
     if reports and html is not None:
@@ -72,21 +70,36 @@ def report(
         _show_reports(reports, as_json)
         return
     directories = _open(targets, runs)
-    if len(directories) > 1:
-        _show_runs(directories, None if no_html else html or own_page(PAGE), as_json)
+    several = len(directories) > 1
+    page = None
+    if not no_html:
+        page = html or own_page(PAGE if several else directories[0].report)
+        _refuse_foreign(page, directories)
+    if several:
+        _show_runs(directories, page, as_json)
     else:
-        _show_run(directories[0], examples, None if no_html else html or own_page(directories[0].report), as_json)
+        _show_run(directories[0], examples, page, as_json)
 
 
 def own_page(page: Path) -> Path:
     """`page`, whose name pvg has chosen. Raises StateError for a link, a FIFO, a socket or a device, to which
     `write_page` writes if the user names it: to open a FIFO waits for its reader."""
     if page.is_symlink() or (page.exists() and not page.is_file() and not page.is_dir()):
-        raise StateError(
-            f"{page} is not a regular file.",
-            "Move it away, write the page elsewhere with --html FILE, or leave it out with --no-html.",
-        )
+        raise StateError(f"{page} is not a regular file.", f"Move it away. {ELSEWHERE}")
     return page
+
+
+@user_paths()
+def _refuse_foreign(page: Path, runs: list[RunDirectory]) -> None:
+    """Raises UsageError for a page that pvg did not write. In the folder of a run, every page is pvg's."""
+    if page.resolve().parent not in [run.path.resolve() for run in runs]:
+        for each in (page, _beside(page)):
+            refuse_foreign(each, PAGE_MARK, ELSEWHERE)
+
+
+def _beside(page: Path) -> Path:
+    """The file of the page with all solutions."""
+    return page.with_name("rollouts.html" if page.name == PAGE.name else f"{page.stem}-rollouts.html")
 
 
 @user_paths()
@@ -158,7 +171,7 @@ def _rollouts_page(run: RunDirectory, summary: RunSummary, page: Path) -> tuple[
     """The file of the page with all solutions, and its text; None for both without solutions."""
     from pvg.reporting.solutions import rollouts_file, stored_rollouts
 
-    beside = own_page(page.with_name("rollouts.html" if page.name == PAGE.name else f"{page.stem}-rollouts.html"))
+    beside = own_page(_beside(page))
     stored = stored_rollouts(run, summary)
     return (beside, rollouts_file(stored, run, summary, page.name)) if stored.count else (None, None)
 

@@ -46,7 +46,7 @@ def score(
         raise UsageError("--json prints a summary, so the results need a file.", "Add --out FILE")
     finished = FinishedRound.open(RunDirectory.open(run, runs), round_)
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier
-    check_output("--out", out, file)
+    check_output("--out", out, b'{"line":', file)
     check_rows(file)  # before torch and the model are loaded, and before the first result is written
     if (kind := finished.experiment.game.protocol.kind) not in ("direct", "decoupled", "consultancy"):
         say(

@@ -113,7 +113,7 @@ def serve(
     experiment = experiment.with_sources(pinned_players(pinned(experiment.sources(), say, (key,)), (role,)))
     kind_for(experiment, purpose)
     check_port(host, port)
-    check_output("--log", log)
+    check_output("--log", log, b"")  # it appends
     interpreter = find_interpreter()
     slow = served_dtype(experiment, purpose) == "bfloat16" and native_bfloat16(SYSTEM) is False
     if interpreter.device == "cpu" and slow:

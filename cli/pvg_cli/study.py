@@ -82,7 +82,7 @@ def study(  # noqa: PLR0917  (each is an option)
     from pvg.study.plan import load_study
     from pvg.study.playing import StudyFolder, progress_of, refuse_other_settings
     from pvg.study.results import csv_text
-    from pvg.study.text import markdown_text
+    from pvg.study.text import MARKDOWN_MARK, markdown_text
 
     if only_table and dry_run:
         raise UsageError("--only-table and --dry-run cannot be used together.", "Use one of them.")
@@ -101,8 +101,8 @@ def study(  # noqa: PLR0917  (each is an option)
         return
     finished = True
     todo = [] if only_table else [cell for cell in plan.cells if now[cell.name].status != "complete"]
-    check_output("--markdown", markdown)  # before hours of work
-    check_output("--csv", csv)
+    check_output("--markdown", markdown, MARKDOWN_MARK)  # before hours of work
+    check_output("--csv", csv, b"study,arm,seed,")
     with folder.lock():
         if todo:
             finished = _play(plan, todo, now)

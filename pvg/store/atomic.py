@@ -31,6 +31,7 @@ ROOM = {
     errno.EDQUOT: "Free some of your quota on that disk",
     errno.EFBIG: "Raise the file size limit (ulimit -f unlimited)",
 }
+MARKED_BYTES = 1000
 OLD_S = 3600.0  # longer than any process takes to write one file
 
 
@@ -143,6 +144,16 @@ def write_synced(path: Path, data: bytes | memoryview) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def is_foreign(path: Path, mark: bytes) -> bool:
+    """Whether `path` is a file that pvg did not write, and so must not replace: it has content, without the `mark` that
+    all files of its kind have among their first bytes."""
+    if not path.is_file():
+        return False
+    with open_input(path) as file:
+        start = file.read(MARKED_BYTES)
+    return bool(start) and mark not in start
 
 
 def write_output(path: Path, data: bytes) -> None:

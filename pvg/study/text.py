@@ -34,6 +34,7 @@ from pvg.study.results import (
 )
 
 LONG_NAME = 14  # characters of an arm's name that a terminal of 80 columns has room for
+MARKDOWN_MARK = b"## pvg study:"  # how the Markdown begins
 DIFFERENCE, TREND = "difference between arms", "trend over the rounds"
 # Section -> its title, and how to read its table.
 SECTIONS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -159,7 +160,7 @@ def result_sections(results: StudyResults, keys: Mapping[str, LegendKey] | None 
 
 def markdown_text(results: StudyResults) -> str:
     """The tables, cautions, and the games that they are from."""
-    parts = [f"## {results.name}", *([escaped(results.about)] if results.about else [])]
+    parts = [f"{MARKDOWN_MARK.decode()} {results.name}", *([escaped(results.about)] if results.about else [])]
     for found in result_sections(results):
         table = cast(Table, found.body[0])
         parts += [f"### {found.title}", found.lead, table.to_markdown()]

@@ -24,6 +24,7 @@ from pvg.inputs import open_own
 from pvg.store.atomic import DamagedFileError, disk_full_explained, make_directory
 from pvg.store.run_directory import exclusive
 
+KEY = b'{"key"'  # the start of a line
 COMMIT_S = 1.0  # between two fsyncs: what a power failure costs at most. SIGKILL costs nothing.
 
 
@@ -88,18 +89,22 @@ class KeptResults(Closing):
     def _read(self) -> dict[str, Any]:
         with os.fdopen(os.dup(self._file), "rb") as file:
             data = file.read()
-        whole = data.rfind(b"\n") + 1
-        os.ftruncate(self._file, whole)
-        found = {}
+        whole, found = data.rfind(b"\n") + 1, {}
         for number, line in enumerate(data[:whole].splitlines(), start=1):
             try:
                 row = orjson.loads(line)
                 found[row["key"]] = row["value"]
             except (orjson.JSONDecodeError, LookupError, TypeError):
-                raise DamagedFileError(
-                    f"{self._path} is damaged: line {number} is not a result.", "Delete it. pvg computes all again."
-                ) from None
+                raise self._not_a_result(number) from None
+        torn = data[whole:]
+        if not torn.startswith(KEY[: len(torn)]):
+            raise self._not_a_result(len(found) + 1)
+        os.ftruncate(self._file, whole)
         return found
+
+    def _not_a_result(self, line: int) -> DamagedFileError:
+        where = f"{self._path} is damaged, or not of pvg: line {line} is not a result."
+        return DamagedFileError(where, "Choose another --out FOLDER, or move it away: pvg then computes all again.")
 
     def _in_use(self, owner: str) -> UsageError:
         return UsageError(f"{self._path.parent} is in use by {owner}.", "Wait for it, or choose another --out FOLDER.")

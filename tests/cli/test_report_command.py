@@ -107,6 +107,40 @@ def test_several_runs_share_a_page_in_the_current_folder() -> None:
     assert document["runs"][0]["final"]["helpful_accuracy"] == 0.875
 
 
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (("report", "first", "second"), "report.html"),
+        (("report", "first", "--html", "mine.html"), "mine.html"),
+        (("report", "first", "--html", "mine.html"), "mine-rollouts.html"),
+        (("compare", "a.json", "b.json", "--markdown", "notes.md"), "notes.md"),
+        (("study", "quick", "--only-table", "--csv", "values.csv"), "values.csv"),
+        (("study", "quick", "--only-table", "--markdown", "notes.md"), "notes.md"),
+        (("bench", "-p", "rollout", "--out", "found.json"), "found.json"),
+        (("attack", "my.py:grade", "--data", "p.jsonl", "--out", "found"), "found/card.json"),
+        (("measure", "t.jsonl", "--out", "found"), "found/measures.html"),
+        (("measure", "t.jsonl", "--out", "found"), "found/results.jsonl"),
+    ],
+)
+def test_no_command_replaces_a_file_that_pvg_did_not_write(command: tuple[str, ...], file: str) -> None:
+    played(Path("runs"))
+    begin(Path("runs"), "second")
+    write_report(Path("a.json"), one())
+    write_report(Path("b.json"), one())
+    Path("my.py").write_text("def grade(problem, text):\n    return 0.0\n")
+    Path("p.jsonl").write_text('{"problem": "1+1?", "text": "A2", "answer": "2"}\n')
+    Path("t.jsonl").write_text('{"question": "1+1?", "text": "1+1=2;A2", "truth": "2"}\n')
+    Path(file).parent.mkdir(exist_ok=True)
+    Path(file).write_text("not of pvg")
+    called = pvg(*command)
+    assert called.code == 2
+    assert file in called.err
+    assert Path(file).read_text() == "not of pvg"
+    Path(file).unlink()
+    if command[0] not in ("bench", "attack"):  # what pvg wrote, it writes again
+        assert [pvg(*command).code for _ in range(2)] == [0, 0]
+
+
 def test_benchmark_reports_are_shown_on_the_terminal() -> None:
     write_report(Path("a.json"), one())
     write_report(Path("b.json"), ladder())
