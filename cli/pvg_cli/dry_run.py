@@ -1,4 +1,4 @@
-"""`pvg train --dry-run`: the settings, the numbers that follow from them, downloads, prompts and grades."""
+"""`pvg train --dry-run`: time and memory, the numbers that follow from the settings, downloads, prompts and grades."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pvg.errors import counted
 from pvg.hub import KEYS, download_of, hub_ids
 from pvg.reporting.table import Column, Table
 from pvg_cli.boundary import emit
-from pvg_cli.output import QUIET, print_toml, stdout
+from pvg_cli.output import QUIET, stdout
 from pvg_cli.task import print_preview, prompts_of
 
 if TYPE_CHECKING:
@@ -36,9 +36,10 @@ def show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: boo
         facts |= {"downloads": {key: asdict(download) for key, download in downloads.items()}}
         emit(facts | ({"warmup": warmup} if warmup else {}))
         return
-    print_toml(experiment.to_toml())
     console = stdout()
-    console.print("\n", arithmetic_table(experiment), sep="")
+    if needs:
+        console.print(f"{needs}\n")
+    console.print(arithmetic_table(experiment))
     for key, download in downloads.items():
         console.print(f"{key}: {download}")
     if preview is None:
@@ -50,9 +51,8 @@ def show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: boo
             f"warmup: {warmup['demonstrations']} demonstrations, each about {warmup['epochs']:.3g} times; "
             f"{warmup['held_out']} held out"
         )
-    if needs:
-        console.print(f"\n{needs}")
-    console.print(f"\nThe run {'would continue' if plan.resume else 'would be'} in {plan.run.path}.", style=QUIET)
+    where = f"The run {'would continue' if plan.resume else 'would be'} in {plan.run.path}."
+    console.print(f"\n{where} All settings: pvg config show", style=QUIET)
 
 
 def _warmup(experiment: Experiment, found: Demonstrations) -> dict[str, Any]:

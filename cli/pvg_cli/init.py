@@ -120,6 +120,6 @@ def next_steps(folder: Path, protocol: str | None) -> dict[str, str]:
     return steps | {
         f"{shlex.quote(python_command())} -m pytest": f"test the {what}",
         f"{pvg} task check {experiment}": "look at prompts and grades" if protocol is None else "look at an episode",
-        f"{pvg} train {experiment} --dry-run": "look at the settings",
+        f"{pvg} train {experiment} --dry-run": "look at time, memory and batch sizes",
         f"{pvg} train {experiment}": "play it",
     }

@@ -57,7 +57,7 @@ def train(
     metrics_port: MetricsPortOption = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print all settings, batch sizes, downloads, prompts and grades, and stop."),
+        typer.Option("--dry-run", help="Print time, memory, batch sizes, downloads, prompts and grades, and stop."),
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Play although the plan says that the memory is too small.")
@@ -192,16 +192,17 @@ def _play(plan: RunPlan, as_json: bool, launch: Launch | None, ranks: RankGroup 
 
     fetch(plan.experiment.sources())
     announce_loading()
-    experiment, line = fit(plan.experiment)
-    plan = replace(plan, experiment=experiment)
-    if line:
-        say(line)
-    experiment = plan.experiment
+    own = not plan.experiment.models.embedded
+    if own:
+        plan = _said(plan, fit)
     with ExitStack() as opening:
-        # Workers import torch while this process does, so nothing imports it before them.
-        supply = open_supply(experiment)
+        # Workers import torch while this process does, so with embedded models nothing imports it before them.
+        supply = open_supply(plan.experiment)
         if supply is not None:
             opening.callback(supply.end)
+        if not own:
+            plan = _said(plan, fit)
+        experiment = plan.experiment
         run = plan.run if plan.resume else create(plan)
         stack = opening.pop_all()
     if launch is not None:
@@ -223,6 +224,13 @@ def _play(plan: RunPlan, as_json: bool, launch: Launch | None, ranks: RankGroup 
     lock = run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say)
     with stack:
         return drive_run(work, run, display, lock, again=f"To resume it: {plan.resume_command}", as_json=as_json)
+
+
+def _said(plan: RunPlan, fit: Fit) -> RunPlan:
+    """The plan with settings that fit into the memory. Says the time and the memory of the game."""
+    experiment, line = fit(plan.experiment)
+    say(line)
+    return replace(plan, experiment=experiment)
 
 
 def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:

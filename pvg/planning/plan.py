@@ -364,6 +364,9 @@ def not_modelled(experiment: Experiment) -> list[str]:
         f"game.protocol = {protocol!r} is not modelled: the turns of a dialogue are sampled at once here": (
             protocol not in ("direct", "consultancy")
         ),
+        "task.kind = 'play' is not modelled: the turns of an episode are sampled at once here": (
+            experiment.task.kind == "play"
+        ),
     }
     return [text for text, there in found.items() if there]
 
@@ -523,7 +526,9 @@ def machine_here(experiment: Experiment) -> tuple[str, float, int]:
         return "cpu", usable_memory()[0] / GB, 0
     import torch
 
-    found = torch.cuda.get_device_properties(0)
+    from pvg.models import pick_device
+
+    found = torch.cuda.get_device_properties(pick_device(experiment.models.device))
     name = next((name for name in MACHINES if name.upper() in found.name.upper()), "l40s")
     return name, found.total_memory / GB, torch.cuda.device_count()
 
@@ -546,16 +551,16 @@ def fitted_here(
     experiment: Experiment, say: Say, *, chosen: Collection[str] = (), force: bool = False
 ) -> tuple[Experiment, str]:
     """The experiment with micro-batches and rows that suit this machine's memory, except for the `chosen` settings, and
-    one line about its time and memory. Embedded models fit anywhere: nothing changes, and the line is empty.
+    one line about its time and memory. Nothing changes for embedded models, which fit nearly anywhere.
 
     Raises ConfigurationError if a stage needs more memory than this machine has, unless `force`.
     """
-    if experiment.models.embedded:
-        return experiment, ""
     try:
         plan = plan_here(experiment, say)
     except ConfigurationError as error:  # what is wrong with a model is said where it is opened
         return experiment, f"The plan of memory is missing: {error.message}"
+    if experiment.models.embedded:
+        return experiment, " ".join([says(plan), *plan.memory_advice])
     smaller: dict[str, Any] = {}
     for stage in plan.memory:
         key = dict(zip(STAGES, FITTED, strict=True))[stage.stage]
@@ -585,7 +590,8 @@ def says(plan: ExperimentPlan) -> str:
     """One line: the time of the game and its peak of memory."""
     peak = max(plan.memory, key=lambda stage: stage.total / plan.available_gb(stage))
     of = f" of {plan.available_gb(peak):.3g}" if plan.memory_gb else ""
-    return f"By the plan, the game takes about {short_seconds(plan.run_s)} and {peak.total / GB:.2g}{of} GB of memory."
+    time = f"{'at least' if plan.notes else 'about'} {short_seconds(plan.run_s)}"  # the notes say what it leaves out
+    return f"By the plan, the game takes {time} and {peak.total / GB:.2g}{of} GB of memory."
 
 
 def _loads(experiment: Experiment, key: str, value: Any) -> bool:

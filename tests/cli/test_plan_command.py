@@ -90,6 +90,7 @@ def test_in_turns_it_tries_prefetch(served: str) -> None:
         (["--gpu", "h1000"], "Did you mean 'h100'?"),
         (["-i", "tokens_s=1"], "Did you mean 'token_s'?"),
         (["-s", "models.prover.source=nowhere"], "There is no model directory"),
+        (["-s", "models.device=cuda:7"], "models.device = 'cuda:7'"),
     ],
 )
 def test_mistakes_are_one_line_with_a_remedy(arguments: list[str], message: str) -> None:
