@@ -46,10 +46,10 @@ from pvg.reporting.formats import (
 )
 from pvg.reporting.run_sections import (
     learning_section,
-    machine_section,
+    machine_parts,
     rounds_section,
     scores_section,
-    throughput_section,
+    throughput_charts,
 )
 from pvg.reporting.run_summary import RunState, RunSummary, base_metrics, read_run, state_word
 from pvg.reporting.solutions import Example, RoundScores, round_scores, shown_solution, solution_pairs, threshold_of
@@ -142,14 +142,12 @@ def _sections(data: RunData) -> list[PageSection]:
     return [
         _alerts(summary),
         rounds_section(summary),
-        evaluation_section(data.evaluation),
-        learning_section(summary),
-        scores_section(data.scores),
-        *([data.drawing] if data.drawing else []),
         solutions_section(data),
-        time_section(summary),
-        throughput_section(summary),
-        machine_section(summary),
+        *([data.drawing] if data.drawing else []),
+        evaluation_section(data.evaluation),
+        scores_section(data.scores),
+        learning_section(summary),
+        performance_section(summary),
         settings_section(data.experiment),
         _onwards(data),
     ]
@@ -190,10 +188,6 @@ def _tiles(summary: RunSummary) -> list[Tile]:
             since = "last step" if name not in last else f"base {metric_text(name, base[name])}" if name in base else ""
             line = spark(series or by_round, style)
             tiles.append((metric_display(name).label, metric_text(name, value), since, line, style))
-    walls = [sum(step.budget.values()) for step in summary.steps if step.phase == PROVER and step.budget]
-    if walls:
-        typical = value_text("seconds", statistics.median(walls))
-        tiles.append(("prover step", typical, "median", spark(walls, "ink"), "ink"))
     return tiles
 
 
@@ -252,23 +246,25 @@ def setting_differences(plains: Sequence[Mapping[str, object]]) -> dict[str, lis
     return {key: found for key, found in values.items() if len(set(found)) > 1}
 
 
-# Where the time went: by phase, by part and by step.
+# Where the time went: by phase, by part and by step. Only the sum is open: most readers come for what was learned.
 
 MOST_PHASES = 24  # rows of the chart by phase; longer games show each phase summed over rounds
 
 
-def time_section(summary: RunSummary) -> PageSection:
-    budget = whole_budget(summary)
-    if not budget:
-        return PageSection("time", "Time", [])
-    body = [
-        chart.marks(budget_marks(budget, sum(budget.values()))),
-        parts_table(budget, summary.busy, summary.budget),
-        elements.subheading("By phase"),
-        _phases(summary),
-        *_budget_charts(summary),
+def performance_section(summary: RunSummary) -> PageSection:
+    body: list[object] = []
+    if budget := whole_budget(summary):
+        parts = parts_table(budget, summary.busy, summary.budget)
+        by_phase = [elements.subheading("By phase"), _phases(summary)]
+        body = [
+            chart.marks(budget_marks(budget, sum(budget.values()))),
+            elements.details("Time by part, phase and step", [parts, *by_phase, *_budget_charts(summary)]),
+        ]
+    body += [
+        elements.details("Throughput", [elements.grid(throughput_charts(summary))]),
+        elements.details("Machine", machine_parts(summary)),
     ]
-    return PageSection("time", "Time", body, _lead(summary, budget))
+    return PageSection("performance", "Performance", body, _lead(summary, budget) if budget else "")
 
 
 def whole_budget(summary: RunSummary) -> dict[str, float]:

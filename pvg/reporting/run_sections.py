@@ -164,9 +164,8 @@ def _other_charts(steps: StepAxis) -> list[Markup]:
     ]
 
 
-def throughput_section(summary: RunSummary) -> PageSection:
-    charts = [chart for phase, of in THROUGHPUT.items() for chart in drawn(StepAxis(summary.steps, phase), of)]
-    return PageSection("throughput", "Throughput", [elements.grid(charts)])
+def throughput_charts(summary: RunSummary) -> list[Markup]:
+    return [chart for phase, of in THROUGHPUT.items() for chart in drawn(StepAxis(summary.steps, phase), of)]
 
 
 def scores_section(scores: list[RoundScores]) -> PageSection:
@@ -253,8 +252,8 @@ def without_gaps(times: Sequence[float], longest: float) -> tuple[list[float], l
     return places, breaks
 
 
-def machine_section(summary: RunSummary) -> PageSection:
-    """Charts of the device, of the workers and of event-loop lag over time."""
+def machine_parts(summary: RunSummary) -> list[Markup]:
+    """Facts, and charts of the device, of the workers and of event-loop lag over time."""
     body: list[Markup] = [elements.facts(machine_facts(summary))]
     if summary.device:
         clock = ReadingClock(summary.device)
@@ -269,7 +268,7 @@ def machine_section(summary: RunSummary) -> PageSection:
         body.append(elements.notes(_scaling_notes(summary)))
     if summary.loop:
         body += [elements.subheading("Event loop"), elements.grid(drawn(ReadingClock(summary.loop), [LAG]))]
-    return PageSection("machine", "Machine", body)
+    return body
 
 
 def _gpu_charts(numbers: Sequence[int]) -> list[ChartOf]:

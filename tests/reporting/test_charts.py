@@ -118,10 +118,11 @@ def test_a_browser_draws_every_chart_and_tells_the_values_under_the_pointer(tmp_
     page.write_text(run_page(collect(run, read_run(run), 2)))
     with Browser(tmp_path) as browser:
         browser.open(page.as_uri())
+        browser.run("document.querySelectorAll('details').forEach(one => { one.open = true })")
         drawn = "[...document.querySelectorAll('[data-chart]')].every(one => one.querySelector('canvas')?.width)"
         assert browser.run(f"new Promise(done => setTimeout(() => done({drawn}), 300))")
-        hover = "document.querySelector('#time [data-chart]').plot.setCursor({left: 400, top: 9})"
-        assert "500 ms" in browser.run(f"{hover}, document.querySelector('#time .u-legend').textContent")
+        hover = "document.querySelector('#performance [data-chart]').plot.setCursor({left: 400, top: 9})"
+        assert "500 ms" in browser.run(f"{hover}, document.querySelector('#performance .u-legend').textContent")
         browser.run("document.getElementById('theme').click()")
         assert browser.run(f"document.documentElement.dataset.theme === 'dark' && {drawn}")
         assert browser.errors == []

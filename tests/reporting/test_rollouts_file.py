@@ -51,6 +51,7 @@ def random_rollout(name: str, chance: random.Random, round_: int) -> Rollout:
 def made(root: Path, count: int = 60) -> tuple[RunDirectory, list[tuple[str, Rollout]]]:
     """A run of several shards and rounds, and its solutions with their phases, in the order of their commits."""
     run, chance, everything, plain = begin(root), random.Random(7), [], state("train_prover")
+    tell(run, {"kind": "phase", "round": 0, "phase": "train_verifier", "metrics": {"threshold": 0.5}})
     for round_, label in itertools.product((0, 1), ("mint-00000", "train_prover-00000", "train_prover-00001")):
         written = [random_rollout(f"{round_}/{label}/{n}", chance, round_) for n in range(count)]
         commit(run, plain, {label: written})
@@ -65,6 +66,7 @@ FILTERS: dict[str, tuple[dict[str, Any], Callable[[str, Rollout], bool]]] = {
     "role": ({"role": "sneaky"}, lambda phase, r: r.role is Role.SNEAKY),
     "wrong": ({"grade": "wrong"}, lambda phase, r: not r.grade.correct and r.grade.well_formed),
     "flaw": ({"grade": "flaw"}, lambda phase, r: r.is_flaw),
+    "refused": ({"verdict": "refused"}, lambda phase, r: r.round == 0 and r.score is not None and r.score < 0.5),
     "round": ({"round": 1}, lambda phase, r: r.round == 1),
     "phase": ({"phase": "mint"}, lambda phase, r: phase == "mint"),
     "steps": ({"first_step": 1, "last_step": 3}, lambda phase, r: 1 <= r.step <= 3),
@@ -115,7 +117,6 @@ def harmless(text: str) -> Page:
 
 def test_the_page_contains_every_solution_of_the_run_with_its_score_and_verdict(tmp_path: Path) -> None:
     run, everything = made(tmp_path)
-    tell(run, {"kind": "phase", "round": 0, "phase": "train_verifier", "metrics": {"threshold": 0.5}})
     text, summary = page_of(run), read_run(run)
     harmless(text)
     found = unpacked(text)

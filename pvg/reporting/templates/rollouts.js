@@ -35,6 +35,7 @@
     const part = query.text?.toLowerCase();
     return (!query.role || row.role === query.role)
       && (!query.grade || row.grade === query.grade || (query.grade === "wrong" && row.grade === "flaw"))
+      && (!query.verdict || row.verdict === query.verdict)
       && (!query.phase || row.phase === query.phase)
       && between(row.round, query.round, query.round)
       && between(row.step, query.first_step, query.last_step)
