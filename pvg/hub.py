@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pvg.config.base import HubId, is_hub_id, parse
+from pvg.config.base import READER, HubId, is_hub_id, parse
 from pvg.errors import (
     DISK_FULL,
     ConfigurationError,
@@ -86,7 +86,8 @@ DATA_FILES = tuple(
 PATTERNS: dict[Kind, tuple[str, ...]] = {"model": MODEL_FILES, "dataset": DATA_FILES}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Settings that accept a hub id.
-KEYS: dict[str, Kind] = {"models.prover.source": "model", "models.verifier.source": "model", "task.path": "dataset"}
+MODELS = ("models.prover.source", "models.verifier.source", READER)
+KEYS: dict[str, Kind] = {**dict.fromkeys(MODELS, "model"), "task.path": "dataset"}
 
 
 @dataclass(frozen=True, slots=True)

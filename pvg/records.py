@@ -167,6 +167,8 @@ class Rollout:
     divide the completion of a dialogue; the first begins at token 0. Without turns, one request sampled the whole
     completion. Tokens that were not sampled have log-prob 0.
 
+    `sr` and `cir`: what `game.reward.reader` found in its reasoning, in [0, 1]; None: it did not read it.
+
     In memory only: `others`, the rollouts of the other voices of its interaction, by seat, and `end`, the state of the
     rules in which it ended. What the others wrote is stored as turns. `compared`: the turn in which the rollouts of its
     group begin to differ, from 0, and which alone learns; -1: that of another voice; None: they share no turn.
@@ -196,6 +198,8 @@ class Rollout:
     solver: SolverSolution | None = None
     kept_answer: bool | None = None
     turns: tuple[Turn, ...] = ()
+    sr: float | None = None
+    cir: float | None = None
     others: Mapping[str, Rollout] = field(default_factory=dict, compare=False, repr=False)
     end: Any = field(default=None, compare=False, repr=False)
     compared: int | None = field(default=None, compare=False, repr=False)

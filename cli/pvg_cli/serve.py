@@ -110,7 +110,7 @@ def serve(
         command = f"pvg serve {shlex.quote(name)} --player verifier"
         raise UsageError(f"There is no experiment {name!r}, but a run.", f"To serve its verifier: {command}") from None
     experiment = resolve(name, overrides or [])
-    experiment = experiment.with_sources(pinned_players(pinned(experiment.sources(), say, (key,)), (role,)))
+    experiment = experiment.with_sources(pinned_players(pinned(experiment.sources(), say, (key,)), (key,)))
     kind_for(experiment, purpose)
     check_port(host, port)
     check_output("--log", log, b"")  # it appends

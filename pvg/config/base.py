@@ -77,6 +77,7 @@ def parse(source: str) -> HubId:
 Player = Literal["prover", "verifier"]
 Stage = int | Literal["warmup"]  # a round, from 0, or the end of the warm start
 
+READER = "game.reward.reader"  # the setting of a third model
 SCHEME = "run:"
 FORM = "Write run:NAME, run:NAME/round-2 or run:NAME/round-2/verifier. NAME may also be the path of a run."
 RUN_ID = re.compile(

@@ -20,7 +20,7 @@ import tomli_w
 from pydantic import BaseModel, model_validator
 from pydantic.fields import FieldInfo
 
-from pvg.config.base import ByKind, without_folder
+from pvg.config.base import READER, ByKind, without_folder
 from pvg.config.game import ChallengeProtocol, CriticProtocol, DebateProtocol, OwnProtocol, SimultaneousSchedule
 from pvg.config.rules import conflicts, warnings_about
 from pvg.config.sections import AllSections
@@ -77,19 +77,21 @@ class Experiment(AllSections):
     def sources(self) -> dict[str, str]:
         """Where the models and the task's data come from, by the settings that say so."""
         found = {f"models.{player}.source": getattr(self.models, player).source for player in ("prover", "verifier")}
-        path = getattr(self.task, "path", None)
-        return found | ({} if path is None else {"task.path": str(path)})
+        more = {"task.path": getattr(self.task, "path", None), READER: getattr(self.game.reward, "reader", None)}
+        return found | {key: str(source) for key, source in more.items() if source}
 
     def with_sources(self, sources: Mapping[str, str]) -> Experiment:
         """The experiment with these `sources`; those that are not named stay."""
         given = dict(sources)
         path = given.pop("task.path", None)
         task = self.task if path is None else self.task.model_copy(update={"path": Path(path)})
-        models = self.models
+        models, game = self.models, self.game
+        if reader := given.pop(READER, None):
+            game = game.model_copy(update={"reward": game.reward.model_copy(update={"reader": reader})})
         for key, source in given.items():
             player = key.split(".")[1]
             models = models.model_copy(update={player: getattr(models, player).model_copy(update={"source": source})})
-        return self.model_copy(update={"task": task, "models": models})
+        return self.model_copy(update={"task": task, "models": models, "game": game})
 
     def own_code(self) -> list[tuple[str, str]]:
         """(setting, reference) of every setting that names user code (pvg.extensions)."""
@@ -183,6 +185,8 @@ class Experiment(AllSections):
         for player in ("prover", "verifier"):
             section = found["models"][player]
             section["source"] = without_folder(section["source"])
+        if reader := found["game"]["reward"].get("reader"):
+            found["game"]["reward"]["reader"] = without_folder(reader)
         return found
 
     def plain(self) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
-from pvg.config.base import ByKind, Count, Fraction, Section, Weight
+from pvg.config.base import ByKind, Count, Fraction, Section, Source, Weight, with_player
 from pvg.extensions import Reference
 
 
@@ -46,9 +47,29 @@ class GoodhartReward(RewardSection):
 
 
 class CorrectnessReward(RewardSection):
-    """1 if the solution is correct, else 0."""
+    """1 if the solution is correct, else 0. A correct solution earns more if a frozen model, the reader, can use its
+    reasoning: CIR and SR of docs/measure.md."""
 
     kind: Literal["correctness"] = "correctness"
+    sr: Weight = Field(
+        0.0, description="Added to the reward of a correct solution from which `reader` reads the answer."
+    )
+    cir: Weight = Field(0.0, description="A correct solution also earns this weight times its CIR, which is in [0, 1].")
+    reader: Annotated[Source, AfterValidator(partial(with_player, player="prover"))] = Field(
+        "", description='The frozen model that reads, as in models.prover.source. "": none, without sr and cir.'
+    )
+
+    @property
+    def reads(self) -> bool:
+        """Whether the reward needs the reader."""
+        return self.sr > 0 or self.cir > 0
+
+    @model_validator(mode="after")
+    def _has_reader(self) -> CorrectnessReward:
+        if self.reads != bool(self.reader):
+            missing = "reader, such as 'embedded:modchain-prover'" if self.reads else "sr or cir above 0"
+            raise ValueError(f"game.reward.sr, cir and reader need each other; set {missing}")
+        return self
 
 
 class DecoupledReward(RewardSection):

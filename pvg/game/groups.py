@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 
 from pvg.game.orders import ProverOrders
 from pvg.game.rewards import Earned
-from pvg.game.statistics import RolloutColumns, cut_metrics, play_metrics, sampling_metrics, staleness_metrics
+from pvg.game.statistics import (
+    RolloutColumns,
+    cut_metrics,
+    play_metrics,
+    read_metrics,
+    sampling_metrics,
+    staleness_metrics,
+)
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.telemetry.spans import span
 
@@ -126,6 +133,7 @@ class ScoredGroups:
             **cut_metrics(self.groups),
             **sampling_metrics([each for r in rollouts for each in (r, *r.others.values())], engine, seconds),
             **staleness_metrics(rollouts, version),
+            **read_metrics(rollouts),
         }
 
     def with_more(self, more: ScoredGroups) -> ScoredGroups:

@@ -18,7 +18,7 @@ from pvg.game.audit import audit_of
 from pvg.game.groups import CarriedGroups, FreshGroups, Refill
 from pvg.game.orders import ProverOrders, RunWithPlayers, WeightsReader, interaction_of, prover_orders
 from pvg.game.parts import Batches, BatchLogprobs, TrainingStop
-from pvg.game.rewards import credit_of, pay
+from pvg.game.rewards import credit_of, pay, reading_of
 from pvg.game.round import GameBatches, TrainingPhase
 from pvg.game.session import Session
 from pvg.game.states import Phase
@@ -197,6 +197,7 @@ def open_batches(
         verifier,
         partial(pay, session.game, session.task, rules, by_rules=not session.evaluates),
         {seat: credit_of(training.loss.kind, objective.credit) for seat in rules.voices},
+        reading_of(session.game.reward, str(players.device), players.executor),
         logprobs,
         BatchClock(players.engine, scorer),
         audit_of(session, batches),

@@ -10,8 +10,13 @@ Without this rule the cheapest flaw of the sneaky role is a text that is not a s
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -26,22 +31,29 @@ from pvg.config.game import (
     GatedReward,
     GoodhartReward,
     OwnReward,
+    Reward,
     SrcReward,
 )
-from pvg.errors import ConfigurationError, TrainingDivergedError
+from pvg.errors import ConfigurationError, TrainingDivergedError, shortened
 from pvg.extensions import called, resolve
 from pvg.game.statistics import BatchOutcomes, RolloutColumns, value_metrics
 from pvg.games.game import MeasuresPlay, Outcome, PaysSeats
-from pvg.records import Float32, Rollout
-from pvg.tasks.task import ComparesPrograms, Task
+from pvg.models.logprobs import check_logits
+from pvg.records import Float32, Group, Problem, Rollout
+from pvg.rollout.decoding import check_layers
+from pvg.tasks.answers import same_answer
+from pvg.tasks.task import ComparesPrograms, Task, correct_solution
+from pvg.traces.loaders import Trace, parts_of
+from pvg.traces.measures import WORKS, MeasuredTrace, ReadableTrace
+from pvg.traces.readers import LocalReader, local_reader
 from pvg.training.batch import groups_and_roles
 from pvg.training.credit import Credit as CreditFunction
 from pvg.training.credit import RoleBaseline, ValueTracker, advantages, baseline_advantages, tracked_advantages
 
 
 def rewards(outcomes: BatchOutcomes, game: Game) -> Float32:
-    """float32 [N]: the rewards by `game.reward`. Raises ValueError if a score is not finite, ConfigurationError if a
-    user's reward fails or does not return one number per rollout."""
+    """float32 [N]: the rewards by `game.reward`. Raises ValueError if a score or a reward is not finite,
+    ConfigurationError if a user's reward fails or does not return one number per rollout."""
     if not np.isfinite(outcomes.scores_N).all():
         raise ValueError(f"Score {int(np.flatnonzero(~np.isfinite(outcomes.scores_N))[0])} of the batch is not finite.")
     name, key = game.reward.kind, "game.reward"
@@ -53,6 +65,8 @@ def rewards(outcomes: BatchOutcomes, game: Game) -> Float32:
             "rollouts.",
             "Return one number per rollout.",
         )
+    if not np.isfinite(rewards_N).all():
+        raise ValueError(f"Reward {int(np.flatnonzero(~np.isfinite(rewards_N))[0])} of the batch is not finite.")
     return rewards_N.astype(np.float32)
 
 
@@ -106,8 +120,12 @@ def goodhart(outcomes: BatchOutcomes, reward: GoodhartReward) -> Float32:
 
 
 def correctness(outcomes: BatchOutcomes, reward: CorrectnessReward) -> Float32:
-    """c: the baseline for measuring the legibility tax."""
-    return (outcomes.correct_N & outcomes.well_formed_N).astype(np.float32)
+    """c, or c (1 + `sr` SR + `cir` CIR): the baseline for measuring the legibility tax. A wrong solution earns nothing,
+    however well it reads."""
+    earned_N = (outcomes.correct_N & outcomes.well_formed_N).astype(np.float32)
+    if outcomes.read_N2 is None:
+        return earned_N
+    return earned_N * (1 + outcomes.read_N2 @ np.array([reward.sr, reward.cir], dtype=np.float32))
 
 
 def decoupled(outcomes: BatchOutcomes, reward: DecoupledReward) -> Float32:
@@ -149,6 +167,107 @@ REWARDS: dict[str, Callable[[BatchOutcomes, Any], Float32]] = {
     "decoupled": decoupled,
     "gated": gated,
 }
+
+
+# --- what a frozen model reads ----------------------------------------------------------------------------------------
+
+
+class Unread:
+    """Reads no solutions: the reader of rewards that need none."""
+
+    async def read(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The groups; the solutions that can earn something by it have `sr` and `cir`."""
+        return groups
+
+    async def close(self) -> None: ...
+
+
+class SolutionReader(Unread):
+    """Reads correct solutions with the frozen model of `reward`, in `executor`. Each text is read once per batch. Its
+    values depend on the batch alone, so a resumed run gets the same."""
+
+    def __init__(self, reward: CorrectnessReward, device: str, executor: Executor) -> None:
+        self._names = [name for name, weight in (("sr", reward.sr), ("cir", reward.cir)) if weight]
+        self._open, self._opened = partial(local_reader, reward.reader, device, executor), AsyncExitStack()
+        self._reader: LocalReader | None = None
+
+    async def read(self, groups: Sequence[Group]) -> Sequence[Group]:
+        if self._reader is None:
+            self._reader = await self._opened.enter_async_context(self._open())
+        texts = {_text_of(r): r for group in groups for r in group.rollouts if r.grade.correct}
+        rows = {key: row for key, r in texts.items() if (row := _readable(r, self._reader)) is not None}
+        found: dict[str, dict[Any, float]] = {"sr": {}, "cir": {}}
+        for name in self._names:  # what cannot be read has 0
+            values = await _read(name, self._reader, list(rows.values()))
+            found[name] = dict.fromkeys(texts, 0.0) | dict(zip(rows, values, strict=True))
+
+        def with_values(rollout: Rollout) -> Rollout:
+            key = _text_of(rollout)
+            return replace(rollout, sr=found["sr"].get(key), cir=found["cir"].get(key))
+
+        return [replace(group, rollouts=list(map(with_values, group.rollouts))) for group in groups]
+
+    async def close(self) -> None:
+        await self._opened.aclose()
+
+
+def _text_of(rollout: Rollout) -> tuple[str, str, bool]:
+    return rollout.question, rollout.solution, rollout.grade.correct
+
+
+def _readable(rollout: Rollout, reader: LocalReader) -> ReadableTrace | None:
+    """None unless the solution has reasoning, and states the answer that was graded in a form that
+    pvg.traces.loaders knows: in other forms the reasoning would contain it."""
+    row = ReadableTrace.of(Trace(rollout.id, (("user", rollout.question),), rollout.solution), reader)
+    answer = rollout.grade.answer
+    return row if row is None or answer is None or same_answer(row.parts.answer.strip(), answer) else None
+
+
+async def _read(name: str, reader: LocalReader, rows: Sequence[ReadableTrace]) -> list[float]:
+    """The values of the measure `name`."""
+    (work, size), found = WORKS[name], list[float]()
+    for first in range(0, len(rows), size):
+        part = rows[first : first + size]
+        for row, value in zip(part, await work(reader, part, 0), strict=True):
+            chances, read = (value, {}) if name == "cir" else ([], value)
+            found.append(MeasuredTrace(row.trace, [], chances, [], read).values()[name])
+    return found
+
+
+def reading_of(reward: Reward, device: str, executor: Executor) -> Unread:
+    reads = isinstance(reward, CorrectnessReward) and reward.reads
+    return SolutionReader(reward, device, executor) if reads else Unread()  # type: ignore[arg-type]
+
+
+def check_reading(reward: CorrectnessReward, task: Task, problem: Problem, device: str) -> None:
+    """Raises ConfigurationError if the reader cannot be opened, or cannot read a correct solution of `task`. Not for
+    the thread of an event loop."""
+    known = correct_solution(task, problem)
+    parts = None if known is None else parts_of(known.text)
+    if known is None or parts is None or not same_answer(parts.answer.strip(), task.grade(problem, known.text).answer):
+        form = "" if known is None else f", such as {shortened(repr(known.text))}"
+        raise ConfigurationError(
+            "game.reward.reader looks for an answer after ####, in \\boxed{}, in <answer> or after 'the answer is', "
+            f"but solutions of this task{form}, state none.",
+            "Leave out game.reward.sr and cir, or choose a grader with such a form.",
+        )
+    text = known.text if parts.reasoning.strip() else f"1\n{known.text}"
+    names = ("sr", "cir") if reward.cir else ("sr",)
+
+    async def values() -> list[float] | None:
+        async with local_reader(reward.reader, device) as reader:
+            check_layers(reader.model.module)
+            check_logits(reader.model.module)
+            row = ReadableTrace.of(Trace("", (("user", problem.question),), text), reader)
+            return None if row is None else [(await _read(name, reader, [row]))[0] for name in names]
+
+    found = asyncio.run(values())
+    if found is None or not np.isfinite(found).all():
+        why = "characters that it does not know, or too long" if found is None else "its probabilities are not numbers"
+        raise ConfigurationError(
+            f"game.reward.reader = {reward.reader!r} cannot read {shortened(repr(text))} ({why}).",
+            "Choose another reader.",
+        )
 
 
 # --- from rollouts and scores to rewards ------------------------------------------------------------------------------

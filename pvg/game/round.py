@@ -25,7 +25,7 @@ from pvg.game.audit import Audit
 from pvg.game.groups import FreshGroups, Refill, ScoredGroups
 from pvg.game.orders import ProverOrders
 from pvg.game.parts import Batches, BatchLogprobs, Helper, Progress, Tensors, TrainingStop
-from pvg.game.rewards import Earned, GroupCredit, measures
+from pvg.game.rewards import Earned, GroupCredit, Unread, measures
 from pvg.game.session import Session, finite
 from pvg.game.statistics import BatchClock, BatchOutcomes, mean_of
 from pvg.game.verifier_phase import FixedVerifier
@@ -181,7 +181,7 @@ class GameBatches(Batches):
     the parts, unless a deadline or work ahead makes it depend on which rollouts have arrived.
 
     `total`: batches of the whole phase. `pay`: rewards of rollouts with scores float32 [N]. `credits`: by voice, the
-    prover's first.
+    prover's first. `reading`: of `game.reward.reader`.
     """
 
     session: Session
@@ -193,6 +193,7 @@ class GameBatches(Batches):
     verifier: FixedVerifier
     pay: Callable[[Sequence[Rollout], Float32], tuple[Float32, BatchOutcomes, Sequence[Earned]]]
     credits: Mapping[str, GroupCredit]
+    reading: Unread
     logprobs: BatchLogprobs
     clock: BatchClock
     audit: Audit
@@ -233,6 +234,9 @@ class GameBatches(Batches):
         await self.session.players.engine.rest(replaced=not samples_on)
         with span("score"):  # the cache already holds the scores of groups that were sampled ahead
             scores_N = await self.scorer.score(rollouts)
+        with span("read"):
+            groups = await self.reading.read(groups)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
         with span("credit"):
             rewards_N, outcomes, earned = await self.session.players.off_loop(partial(self.pay, rollouts, scores_N))
         rows_N = np.arange(len(rollouts))
@@ -275,6 +279,7 @@ class GameBatches(Batches):
     async def close(self) -> None:
         await self.groups.close()
         await self.verifier.close()
+        await self.reading.close()
 
     async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         # With the score cache, so that a resumed run asks the verifier for the same scores. Groups ahead are not

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from pvg.config.experiment import Experiment
-from pvg.config.game import CriticProtocol, DebateProtocol, OwnProtocol
+from pvg.config.game import CorrectnessReward, CriticProtocol, DebateProtocol, OwnProtocol
 from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import imported, resolve
 from pvg.game.audit import check_truth
@@ -38,7 +38,7 @@ from pvg.game.prompt_checks import (
     writable_solution,
 )
 from pvg.game.protocols import ProtocolParts, check_rules, interaction_for, longest_episode
-from pvg.game.rewards import REWARDS
+from pvg.game.rewards import REWARDS, check_reading
 from pvg.game.roles import PromptBuilder, prompt_builder
 from pvg.game.session import InterruptedByUser, Session, sample_chunks
 from pvg.game.states import Phase
@@ -361,7 +361,10 @@ def check_models(
     check_logits(base.module)
     if experiment.task.kind != "play":
         pair_loss(experiment.verifier.loss)
-        resolve("game.reward", experiment.game.reward.kind, REWARDS)
+        reward = experiment.game.reward
+        resolve("game.reward", reward.kind, REWARDS)
+        if isinstance(reward, CorrectnessReward) and reward.reads:
+            check_reading(reward, task, halves["prover"][0], str(base.device))
         _check_verifier(experiment, task, base, [*halves["verifier"], *halves["prover"]])
     if isinstance(experiment.game.protocol, OwnProtocol | CriticProtocol | DebateProtocol):
         parts = ProtocolParts(task, base.tokenizer, experiment.prompts, None, experiment.seed)

@@ -37,6 +37,8 @@ class BatchOutcomes:
     a valid certificate. `tests_N`: float32 in [0, 1], the share of its role's tests that a solution passes. The helpful
     role has all tests; for the sneaky role, visible tests count one half and the certificate the other. `similarity_N`:
     float32 in [0, 1], similarity of a sneaky program to others (`game.reward.similarity_weight`), 0 for helpful ones.
+
+    `read_N2`: float32 in [0, 1], SR and CIR by `game.reward.reader`, 0 where it did not read; None without a reader.
     """
 
     scores_N: Float32
@@ -49,6 +51,7 @@ class BatchOutcomes:
     proven_N: Bools | None = None
     tests_N: Float32 | None = None
     similarity_N: Float32 | None = None
+    read_N2: Float32 | None = None
 
     @property
     def aligned_N(self) -> Bools:
@@ -86,6 +89,8 @@ class RolloutColumns(BatchOutcomes):
         )
         self.flaws_N = sample.flaws_N  # sneaky, wrong, well-formed, and proven if the task requires it
         self.truncated_N = sample.truncated_N
+        if any(r.sr is not None or r.cir is not None for r in rollouts):
+            self.read_N2 = np.array([[r.sr or 0.0, r.cir or 0.0] for r in rollouts], dtype=np.float32)
         self.dialogue = dialogue_metrics(sample.answers_N)
 
     @property
@@ -141,6 +146,12 @@ def play_metrics(columns: RolloutColumns, threshold: float) -> dict[str, float]:
             "led_astray": mean_of(c.flaws_N & ~c.kept_answer_N, ~c.helpful_N),
         }
     return metrics | check_metrics(c.helpful_N, c.checks_N3)
+
+
+def read_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The means of what `game.reward.reader` found in the solutions that it read."""
+    read = {name: [getattr(r, name) for r in rollouts if getattr(r, name) is not None] for name in ("sr", "cir")}
+    return {name: float(np.mean(values)) for name, values in read.items() if values}
 
 
 def _executed(checks_N3: NDArray[np.float64]) -> bool:

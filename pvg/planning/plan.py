@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
+from pvg.config.base import READER
 from pvg.config.experiment import FITTED, Experiment
 from pvg.config.load import changed, nearest
 from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
@@ -335,6 +336,7 @@ def work_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = Non
 def not_modelled(experiment: Experiment) -> list[str]:
     """Settings that change a step's time or its memory and are not part of the model: one sentence each."""
     ranks, protocol = ranks_of(experiment.cluster), experiment.game.protocol.kind
+    reader = experiment.sources().get(READER)
     on_gpu, workers = experiment.models.on_gpu, experiment.server_cluster is None and has_workers(experiment.cluster)
     found = {
         "workers have copies of the models: the memory is that of one process": workers and not on_gpu,
@@ -361,6 +363,7 @@ def not_modelled(experiment: Experiment) -> list[str]:
         "verifier.head = 'generative' is not modelled: its training and its scores take longer than planned": (
             experiment.verifier.verdict_tokens > 0
         ),
+        f"{READER} = {reader!r} is not modelled: a batch takes longer, and needs the reader's memory": bool(reader),
         f"game.protocol = {protocol!r} is not modelled: the turns of a dialogue are sampled at once here": (
             protocol not in ("direct", "consultancy")
         ),

@@ -359,6 +359,7 @@ def _row(stored: StoredRollouts, rollout: Rollout, phase: str, threshold: float 
     pieces = (side.pieces[:wrong], side.pieces[wrong : wrong + 1], side.pieces[wrong + 1 :])
     question, reference = (_shown(shortened(text, LONGEST_STORED)) for text in (rollout.question, rollout.reference))
     problem = (_shown(rollout.problem_id), question, reference)
+    read = (("SR", rollout.sr), ("CIR", rollout.cir))
     stored.rounds.add(rollout.round)
     stored.phases[phase] = phase_label(phase)
     return orjson.dumps(
@@ -374,6 +375,7 @@ def _row(stored: StoredRollouts, rollout: Rollout, phase: str, threshold: float 
             "tokens": rollout.sampled_tokens,
             "score": None if rollout.score is None else round(rollout.score, 6),
             "reward": None if rollout.reward is None else round(rollout.reward, 6),
+            "read": ", ".join(f"{name} {value:.2f}" for name, value in read if value is not None),
             "id": _shown(rollout.id),
             "text": [_shown("".join(part)) for part in pieces],
             "said": _shown(shortened(side.grade, LONGEST_STORED)),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pvg.config.base import SCHEME, Player, RunId, Stage, is_run_id, parse_run_id, with_player
+from pvg.config.base import READER, SCHEME, Player, RunId, Stage, is_run_id, parse_run_id, with_player
 from pvg.config.experiment import Experiment
 from pvg.config.game import DecoupledProtocol
 from pvg.config.load import did_you_mean
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 WARMED_PROVER = "warmup-prover"  # the base prover after the warm start
 DIGITS = 16  # hex digits of a digest in a source
-PLAYERS: tuple[Player, ...] = ("prover", "verifier")
+# The settings that may name a player of another run, and which player they mean.
+PLAYERS: dict[str, Player] = {"models.prover.source": "prover", "models.verifier.source": "verifier", READER: "prover"}
 
 
 def _round_name(round_: int) -> str:
@@ -186,15 +187,11 @@ def open_round(run: RunDirectory, round_: int = -1) -> tuple[State, int]:
 # --- the models of an experiment --------------------------------------------------------------------------------------
 
 
-def run_sources(sources: Mapping[str, str], players: Collection[Player] = PLAYERS) -> dict[Player, RunId]:
+def run_sources(sources: Mapping[str, str], keys: Collection[str] = tuple(PLAYERS)) -> dict[str, RunId]:
     """The models of `sources` (`Experiment.sources`) that are players of other runs: `run:NAME`, or a path such as
     runs/NAME/round-2."""
-    found = {name: _run_id_of(sources[_key(name)], name) for name in players}
-    return {name: run_id for name, run_id in found.items() if run_id is not None}
-
-
-def _key(player: Player) -> str:
-    return f"models.{player}.source"
+    found = {key: _run_id_of(sources[key], PLAYERS[key]) for key in keys if key in sources}
+    return {key: run_id for key, run_id in found.items() if run_id is not None}
 
 
 def runs_that_start_from(run: RunDirectory, root: Path) -> list[RunDirectory]:
@@ -216,7 +213,8 @@ def _needed_folders(experiment: Experiment) -> list[Path]:
     """The folders from which the models and the solver of an experiment come. A source of another kind, such as
     hf:OWNER/NAME, becomes a path that does not exist."""
     protocol = experiment.game.protocol
-    sources = [experiment.models.prover.source, experiment.models.verifier.source]
+    given = experiment.sources()
+    sources = [given[key] for key in PLAYERS if key in given]
     if isinstance(protocol, DecoupledProtocol):
         sources.append(protocol.solver)
     folders = [parse_run_id(source).path if is_run_id(source) else Path(source) for source in sources]
@@ -231,22 +229,22 @@ def _run_id_of(source: str, player: Player) -> RunId | None:
     return named if is_run else None
 
 
-def pinned_players(sources: Mapping[str, str], players: Collection[Player] = PLAYERS) -> dict[str, str]:
+def pinned_players(sources: Mapping[str, str], keys: Collection[str] = tuple(PLAYERS)) -> dict[str, str]:
     """The sources; each model that is a player of another run gets its full path, its round and the digest of its
     weights. Raises the errors of `find_player`."""
-    found = run_sources(sources, players)
-    return {**sources, **{_key(name): find_player(run_id).source for name, run_id in found.items()}}
+    found = run_sources(sources, keys)
+    return {**sources, **{key: find_player(run_id).source for key, run_id in found.items()}}
 
 
 def pinned_players_as(sources: Mapping[str, str], earlier: Mapping[str, str]) -> dict[str, str]:
     """The sources; one without a digest gets that of `earlier`, the run to resume, if it means the same player."""
     found, before = dict(sources), run_sources(earlier)
-    for name, run_id in run_sources(sources).items():
-        own = before.get(name)
+    for key, run_id in run_sources(sources).items():
+        own = before.get(key)
         if own is None or run_id.digest is not None or run_id.path.absolute() != own.path.absolute():
             continue
         if run_id.stage in (None, own.stage) and run_id.player == own.player:
-            found[_key(name)] = str(own)
+            found[key] = str(own)
     return found
 
 

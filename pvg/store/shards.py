@@ -83,8 +83,8 @@ COLUMNS: dict[str, ShardColumn] = dict(
         _own("reward", pa.float64(), nullable=True),
     ]
 )
-# The results of executed solutions, the solver's solution that a rollout translates, and the turns of a dialogue. Null
-# for other rollouts.
+# The results of executed solutions, the solver's solution that a rollout translates, the turns of a dialogue, and what
+# a reader found. Null for other rollouts.
 MORE_COLUMNS: dict[str, ShardColumn] = {
     name: ShardColumn(type_, of, nullable=True)
     for name, type_, of in (
@@ -102,6 +102,8 @@ MORE_COLUMNS: dict[str, ShardColumn] = {
         ("turn_texts", pa.list_(pa.string()), lambda r: [turn.text for turn in r.turns] or None),
         ("turn_seats", pa.list_(pa.string()), lambda r: [turn.seat for turn in r.turns] or None),
         ("turn_scores", pa.list_(pa.float64()), lambda r: [turn.score for turn in r.turns] or None),
+        ("sr", pa.float64(), lambda r: r.sr),
+        ("cir", pa.float64(), lambda r: r.cir),
     )
 }
 

@@ -412,7 +412,7 @@ def _unpinned(sources: Mapping[str, str]) -> dict[str, str]:
     """The sources that may mean other files later: of the hub without a commit, of a run without a digest."""
     found = {key: named for key, named in hub.hub_ids(sources).items() if not parse(named).is_pinned}
     players = run_sources(sources).items()
-    return found | {f"models.{player}.source": str(run_id) for player, run_id in players if run_id.digest is None}
+    return found | {key: str(run_id) for key, run_id in players if run_id.digest is None}
 
 
 def _points(grid: Mapping[str, Any], origin: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -15,7 +15,7 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import pairwise
@@ -108,25 +108,25 @@ GREEDY = 1e-9  # the temperature at which the most probable token is drawn
 class LocalReader(TraceReader):
     """Borrows `model`. `style`: how it is asked: "tag", "plain", "text" or "chat", as in `prompts.kind`."""
 
-    def __init__(self, model: LanguageModel, engine: TorchEngine, executor: ThreadPoolExecutor, style: str) -> None:
+    def __init__(self, model: LanguageModel, engine: TorchEngine, executor: Executor, style: str) -> None:
         self.name, self.style = model.name, style
         self.identity = f"{model.fingerprint()}/{model.tokenizer.fingerprint}/{style}"
-        self._model, self._engine, self._executor = model, engine, executor
+        self.model, self._engine, self._executor = model, engine, executor
 
     def units(self, text: str) -> list[TextUnit]:
-        pairs = self._model.tokenizer.pieces(text)
+        pairs = self.model.tokenizer.pieces(text)
         return [TextUnit(piece, np.array([number], dtype=np.int32)) for piece, number in pairs]
 
     def whole(self, text: str) -> TextUnit:
-        return TextUnit(text, self._model.tokenizer.plain(text))
+        return TextUnit(text, self.model.tokenizer.plain(text))
 
     def fits(self, problem: tuple[Message, ...], units: Sequence[TextUnit]) -> bool:
         opened = max(len(self.prompt(problem)), sum(map(len, self._asked(ToContinue((), ())))))
-        return opened + sum(len(unit.ids) for unit in units) + ROOM <= self._model.max_length
+        return opened + sum(len(unit.ids) for unit in units) + ROOM <= self.model.max_length
 
     def prompt(self, problem: tuple[Message, ...]) -> Int32:
         """The tokens before a text, int32 [P]. Of no problem: those before any text."""
-        tokenizer = self._model.tokenizer
+        tokenizer = self.model.tokenizer
         question = "\n\n".join(content for _, content in problem)
         if problem and problem[0][0] and self.style == "chat":
             return tokenizer.chat([{"role": role, "content": content} for role, content in problem])
@@ -142,8 +142,8 @@ class LocalReader(TraceReader):
     async def chances(
         self, problem: tuple[Message, ...], prefixes: Sequence[Sequence[TextUnit]], parts: TraceParts
     ) -> list[float]:
-        prompt, cue = self.prompt(problem), self._model.tokenizer.plain(parts.cue)
-        answer = self._model.tokenizer.plain(parts.answer + parts.end)
+        prompt, cue = self.prompt(problem), self.model.tokenizer.plain(parts.cue)
+        answer = self.model.tokenizer.plain(parts.answer + parts.end)
         rows, starts = [], []
         for prefix in prefixes:
             row = [prompt, *(unit.ids for unit in prefix), cue]
@@ -156,7 +156,7 @@ class LocalReader(TraceReader):
     def logprobs(self, rows: Sequence[Int32], starts_N: Any, *, shared: bool = True) -> Any:
         """float64 [N], nats: log P(tokens of a row from its start on | those before). `shared`: compute what rows have
         in common once, if the model can."""
-        module, longest = self._model.module, int(lengths_of(rows).max())
+        module, longest = self.model.module, int(lengths_of(rows).max())
         found_N = np.zeros(len(rows))
         try:
             check_packing(module)
@@ -171,20 +171,20 @@ class LocalReader(TraceReader):
                 if shared:
                     logprobs_BL = shared_prompt_logprobs(module, some, starts_N[part])
                 else:
-                    ids_BL, lengths_B = pad_right(some, self._model.tokenizer.pad_id, self._model.device)
-                    starts_B = torch.from_numpy(starts_N[part]).to(self._model.device)
+                    ids_BL, lengths_B = pad_right(some, self.model.tokenizer.pad_id, self.model.device)
+                    starts_B = torch.from_numpy(starts_N[part]).to(self.model.device)
                     logprobs_BL = completion_logprobs(module, ids_BL, lengths_B, starts_B)
                 found_N[part] = logprobs_BL.double().sum(1).cpu().numpy()
         return found_N
 
     async def written(self, asks: Sequence[ToContinue], max_tokens: int) -> list[str]:
-        tokenizer = self._model.tokenizer
+        tokenizer = self.model.tokenizer
         found = [""] * len(asks)  # what has no room left is not continued
         for first in range(0, len(asks), ROWS):
             requests = []
             for number, ask in enumerate(asks[first : first + ROWS], start=first):
                 ids = np.concatenate([*self._asked(ask), tokenizer.plain(ask.cue)])
-                if room := min(max_tokens, max(0, self._model.max_length - len(ids))):
+                if room := min(max_tokens, max(0, self.model.max_length - len(ids))):
                     sampling = Sampling(room, tokenizer.end_ids, GREEDY)
                     requests.append(GenerationRequest(str(number), ids, sampling, seed=0))
             for done in await asyncio.gather(*map(self._engine.generate, requests)):
@@ -196,22 +196,28 @@ class LocalReader(TraceReader):
         if ask.problem or self.style != "chat":
             return [self.prompt(ask.problem), *(unit.ids for unit in ask.prefix)]
         text = "".join(unit.text for unit in ask.prefix)
-        return [self._model.tokenizer.chat([{"role": "user", "content": UNSEEN + text}])]
+        return [self.model.tokenizer.chat([{"role": "user", "content": UNSEEN + text}])]
 
 
 @asynccontextmanager
-async def local_reader(source: str, device: str = "auto") -> AsyncIterator[LocalReader]:
-    """The reader of a model's source: embedded:NAME, hf:OWNER/NAME, run:NAME/round-2, gguf:PACKAGE or a folder. Raises
-    the errors of `open_model`."""
+async def local_reader(
+    source: str, device: str = "auto", executor: Executor | None = None
+) -> AsyncIterator[LocalReader]:
+    """The reader of a model's source: embedded:NAME, hf:OWNER/NAME, run:NAME/round-2, gguf:PACKAGE or a folder. It
+    computes in `executor`, or in a thread of its own. Raises the errors of `open_model`."""
+    async with AsyncExitStack() as stack:
+        thread = executor or stack.enter_context(ThreadPoolExecutor(1, "pvg-reader"))
+        model = await asyncio.get_running_loop().run_in_executor(thread, _opened, source, device)
+        stack.callback(model.close)
+        engine = TorchEngine(model, max_rows=ROWS, max_in_flight=ROWS, executor=thread)
+        stack.push_async_callback(engine.close)
+        yield LocalReader(model, engine, thread, _style_of(source, model))
+
+
+def _opened(source: str, device: str) -> LanguageModel:
     place = pick_device(device)
-    with ThreadPoolExecutor(1, "pvg-reader") as executor:
-        exact = source.startswith("embedded:") or place.type == "cpu"
-        model = open_model(ModelSection(source=source), place, "float32" if exact else "bfloat16")
-        async with AsyncExitStack() as stack:
-            stack.callback(model.close)
-            engine = TorchEngine(model, max_rows=ROWS, max_in_flight=ROWS, executor=executor)
-            stack.push_async_callback(engine.close)
-            yield LocalReader(model, engine, executor, _style_of(source, model))
+    exact = source.startswith("embedded:") or place.type == "cpu"
+    return open_model(ModelSection(source=source), place, "float32" if exact else "bfloat16")
 
 
 def _style_of(source: str, model: LanguageModel) -> str:

@@ -5,6 +5,7 @@
     python tests/game/kill_drill.py --kills 4 --game play # self-play with a cache of states
     python tests/game/kill_drill.py --kills 4 --game warm # with a warm start
     python tests/game/kill_drill.py --kills 6 --game own  # with the protocol of a user's file
+    python tests/game/kill_drill.py --kills 4 --game read # with a reward that a frozen model reads
     python tests/game/kill_drill.py --kills 10 --slow-disk  # during training, mostly while a commit is written
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
@@ -107,12 +108,21 @@ def own_experiment() -> Experiment:
     return build_experiment(plain)
 
 
+def reading_experiment() -> Experiment:
+    """One round whose reward a frozen model reads."""
+    plain = small_experiment().plain()
+    reward = {"kind": "correctness", "sr": 0.5, "cir": 0.5, "reader": "embedded:modchain-verifier-tiny"}
+    plain["game"] |= {"rounds": 1, "sneaky_share": 0.0, "reward": reward}
+    return build_experiment(plain)
+
+
 # The games of the drill, with the phases in which they are killed.
 GAMES: dict[str, tuple[Callable[[Path], Experiment], tuple[str, ...]]] = {
     "small": (lambda _: small_experiment(), PHASES),
     "play": (lambda _: play_experiment(), ("train_prover", "checkpoint")),
     "warm": (warm_experiment, ("warmup", "train_prover")),
     "own": (lambda _: own_experiment(), ("mint", "train_prover", "checkpoint")),
+    "read": (lambda _: reading_experiment(), ("train_prover",)),
 }
 
 

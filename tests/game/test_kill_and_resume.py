@@ -59,6 +59,12 @@ def test_a_killed_game_with_a_protocol_of_ones_own_ends_like_the_uninterrupted_r
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(900)
+def test_a_killed_game_whose_reward_a_model_reads_ends_like_the_uninterrupted_run():
+    assert drilled("--kills", "4", "--game", "read")["problems"] == []
+
+
+@pytest.mark.drill
 @pytest.mark.timeout(1800)
 def test_killed_and_hanging_workers_and_drivers_leave_the_bits_of_an_undisturbed_run():
     result = drilled("--kills", "20", tool="soak.py")

@@ -76,6 +76,17 @@ def test_goodhart_and_correctness_by_hand():
     np.testing.assert_allclose(rewards(sample, Game(reward="correctness")), [0, 1, 0])
 
 
+def test_correctness_with_what_a_reader_found_by_hand():
+    # A correct solution: 1 + 0.5 SR + 0.2 CIR. A wrong or a malformed one: 0.
+    reading = {"kind": "correctness", "sr": 0.5, "cir": 0.2, "reader": "embedded:modchain-prover"}
+    sample = outcomes([0.0] * 4, [1, 1, 0, 1], [1] * 4, well_formed=[1, 1, 1, 0])
+    sample.read_N2 = np.array([[1, 0.5], [0, 0.25], [1, 1], [1, 1]], dtype=np.float32)
+    np.testing.assert_allclose(rewards(sample, Game(reward=reading)), [1.6, 1.05, 0, 0], rtol=1e-6)
+    sample.read_N2[0, 0] = np.nan
+    with pytest.raises(ValueError, match="Reward 0"):
+        rewards(sample, Game(reward=reading))
+
+
 def test_one_score_that_is_not_finite_is_named():
     with pytest.raises(ValueError, match="Score 1"):
         rewards(outcomes([0.0, float("nan")], [1, 1], [1, 1]), Game())

@@ -53,6 +53,8 @@ ROLLOUTS = st.builds(
     solver=st.none()
     | st.builds(SolverSolution, st.text(), st.text(), st.none() | st.text(), st.booleans(), st.booleans()),
     kept_answer=st.none() | st.booleans(),
+    sr=st.none() | st.floats(),
+    cir=st.none() | st.floats(),
     turns=st.lists(st.builds(Turn, INT64, st.booleans(), st.text()), max_size=3).map(tuple),
     routed_experts=st.none() | EXPERTS,
 )

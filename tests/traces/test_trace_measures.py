@@ -298,7 +298,7 @@ def test_a_real_reader_gives_the_values_of_the_formulas(tmp_path):
     async def work(reader):
         with KeptResults(tmp_path / "results.jsonl") as kept:
             found = await measure(LoadedTraces("s", "x", traces, []), reader, kept, READ, 40, lambda *_: None)
-        model = reader._model
+        model = reader.model
         for each in found:
             parts, prompt = each.trace.parts, f"H{each.trace.problem[0][1]}"
             slow = [

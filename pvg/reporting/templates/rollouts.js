@@ -82,7 +82,7 @@
     fill(node, ".role", found.role);
     fill(node, ".score", found.score === null ? "" : [`score ${scored(found.score)}`, found.verdict].filter(Boolean).join(", "));
     fill(node, ".grade", found.said);
-    fill(node, ".id", [`step ${found.step}`, found.reward === null ? "" : `reward ${scored(found.reward)}`, found.id].filter(Boolean).join(", "));
+    fill(node, ".id", [`step ${found.step}`, found.reward === null ? "" : `reward ${scored(found.reward)}`, found.read, found.id].filter(Boolean).join(", "));
     const [before, wrong, after] = found.text, mark = document.createElement("mark");
     mark.textContent = wrong;
     text.replaceChildren(before, ...(wrong ? [mark] : []), after);
