@@ -114,9 +114,9 @@ def evaluate(
 ) -> EvaluationReport:
     """Measure finished rounds of `run` with fresh samples and fresh attackers: what `pvg evaluate` does.
 
-    `parts`: of "exploit", "best-of-n", "detection", "separability", "calibration", "localisation", "cross", "tax";
-    None: all that fit the game. `rounds`: their numbers; None: all finished ones. Finished parts are kept in the run's
-    folder and are not computed again.
+    `parts`: of "exploit", "best-of-n", "detection", "separability", "calibration", "localisation", "cross",
+    "legibility", "tax"; None: all that fit the game, without legibility. `rounds`: their numbers; None: all finished
+    ones. Finished parts are kept in the run's folder and are not computed again.
 
     Raises UsageError for a part or a round that does not exist, StateError for other settings than those
     that the run was played with; `evaluate.*`, `serving.*`, `telemetry.*` and those that bound memory may differ.

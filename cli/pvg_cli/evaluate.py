@@ -24,8 +24,8 @@ def evaluate(
         typer.Option(
             "--parts",
             metavar="PART,...",
-            help="Any of exploit, best-of-n, detection, separability, calibration, localisation, cross, tax. Default: "
-            "all.",
+            help="Any of exploit, best-of-n, detection, separability, calibration, localisation, cross, legibility, "
+            "tax. Default: all but legibility.",
         ),
     ] = None,
     rounds: Annotated[
@@ -54,7 +54,9 @@ def evaluate(
     wanted = default_parts(experiment) if named is None else named
     for number in numbers or [0]:
         open_round(run, number)
+    reader = experiment.evaluate.reader if "legibility" in wanted else None
     fetch(experiment.sources())
+    fetch({"models.prover.source": reader or ""})
     announce_loading()
 
     async def work(observer: RunDisplay, stop: asyncio.Event) -> EvaluationOutcome:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from pvg.config.base import ByKind, Count, Folder, Fraction, NotEmpty, Positive, Section, _names
+from pvg.config.base import ByKind, Count, Folder, Fraction, NotEmpty, Positive, Section, Source, _names
 from pvg.inputs import has_place
 
 # The processes that compute: the section `[cluster]` of an experiment.
@@ -223,6 +223,11 @@ class Evaluate(Section):
     attack_groups: Count | None = Field(None, description="Groups per batch of attackers. Unset: training.groups.")
     baseline_probes: Annotated[int, Field(ge=1, le=90)] = Field(
         6, description="Points on the trajectory of the baseline, besides its start. More of them take longer."
+    )
+    reader: Source | None = Field(
+        None,
+        description="Who reads solutions for the part legibility: as in models.prover.source, or http://HOST:PORT/v1. "
+        "Unset: that model.",
     )
 
 

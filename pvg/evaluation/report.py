@@ -30,7 +30,8 @@ from pvg.store.run_players import pinned_players
 
 # The parts of an evaluation, and the settings of the attackers and the baseline; loads no torch.
 
-PARTS = ("exploit", "best-of-n", "detection", "separability", "calibration", "localisation", "cross", "tax")
+OF_PLAYERS = ("exploit", "best-of-n", "detection", "separability", "calibration", "localisation", "cross")
+PARTS = (*OF_PLAYERS, "legibility", "tax")
 
 
 def parse_parts(text: str) -> Sequence[str]:
@@ -107,8 +108,10 @@ def _reward(experiment: Experiment, kind: str, cgc_floor: float | None) -> Rewar
 
 
 def default_parts(experiment: Experiment) -> Sequence[str]:
-    """The parts that are measured by default: all that exist for the run's game."""
-    return tuple(part for part in PARTS if part != "tax" or experiment.game.protocol.kind != "decoupled")
+    """The parts that are measured by default: all that exist for the run's game but legibility, in which a model reads
+    each solution once per measure, token by token."""
+    without = {"legibility"} | ({"tax"} if experiment.game.protocol.kind == "decoupled" else set())
+    return tuple(part for part in PARTS if part not in without)
 
 
 def attack_kinds(experiment: Experiment) -> list[str]:
@@ -321,6 +324,29 @@ class CrossPlay(StrictRecord):
     matthews: Estimate
 
 
+class JudgeAtStep(StrictRecord):
+    """The judge at a step of the training, or after a round. None: only one kind of decision or of trace."""
+
+    step: int
+    traces: int
+    mcc: float | None
+
+
+class SourceRecord(StrictRecord):
+    """The measures of traces (pvg.traces.measures) of one source, in the order of pvg.evaluation.trace_report.LABELS.
+    `said`: what could not be read. `change`: the step from which on the judge's MCC differs, and the p value of that
+    change."""
+
+    name: str
+    kind: str
+    traces: int
+    problems: int
+    said: list[str]
+    measures: dict[str, Estimate]
+    judge: list[JudgeAtStep] = Field(default_factory=list)
+    change: tuple[int, float] | None = None
+
+
 class PolicyDistance(StrictRecord):
     """A policy's helpful role: KL to the start in nats per sequence and per token, and its accuracy."""
 
@@ -356,6 +382,7 @@ class RoundEvaluation(StrictRecord):
     calibration: Calibration | None = None
     localisation: Localisation | None = None
     cross: list[CrossPlay] | None = None
+    legibility: list[SourceRecord] | None = None
     tax: TaxRecord | None = None
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pvg.config.base import is_run_id, parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.load import differences
 from pvg.errors import TrainingDivergedError, UsageError, counted, user_paths
@@ -60,6 +61,7 @@ from pvg.evaluation.report import (
     notes_of_results,
     write_report,
 )
+from pvg.evaluation.trace_report import LEGIBILITY, legibility
 from pvg.evaluation.training import (
     CorrectnessBaseline,
     RenamingObserver,
@@ -78,20 +80,24 @@ from pvg.game.roles import prompt_builder
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import Phase
 from pvg.game.warm_start import warmed
+from pvg.models.sources import located
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
 from pvg.seeds import seed_for
 from pvg.store.atomic import make_directory, remove_temporaries
 from pvg.store.run_directory import RunDirectory
-from pvg.store.run_players import open_round
+from pvg.store.run_players import find_player, open_round
 from pvg.tasks import open_task
 from pvg.tasks.task import ConcealsText, LocatesFlaws, Task
 from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress, ServerNotices
 from pvg.telemetry.spans import CudaClock, Tracer, span
+from pvg.traces.http_client import is_url
+from pvg.traces.loaders import LoadedTraces, trace_of
 from pvg.version import code_version
 
 # --- the parts of one round -------------------------------------------------------------------------------------------
 
 BOTH = (Role.HELPFUL, Role.SNEAKY)
+READ = 256  # helpful solutions that a reader reads, about: as many of each problem, at least one
 LOCALISED = 256  # most flawed solutions of a round that are scored step by step; each costs a pass per step
 # Raised when a measure's definition changes. Earlier measurements are then stale; samples and attackers, which took
 # hours, are kept.
@@ -316,6 +322,33 @@ class RoundParts:
         stored = [ledger.rollouts_of(number, phase) for number in range(ledger.rounds)]
         return await self._unit("cross", [self.frozen.digest, *stored], work)
 
+    async def legibility(self) -> Any:
+        """What a reader finds in helpful solutions of the round's prover, and of the base prover."""
+        return [await self._legible(wanted) for wanted in (self.own, self.base)]
+
+    async def _legible(self, wanted: SampleSet) -> Any:
+        context, reader = self.context, reader_of(self.context.experiment)
+        each = max(1, READ // len(wanted.problems))
+
+        async def work() -> Any:
+            helpful = [rollout for rollout in await sampled(context, wanted) if rollout.role is Role.HELPFUL]
+            traces = [trace_of(rollout) for n, rollout in enumerate(helpful) if n % wanted.size < each]
+            total = len(LEGIBILITY) * len(traces)
+            info = PhaseInfo(self.round, context.experiment.game.rounds, "reading", "solutions", total)
+
+            def told(name: str, done: int, _: int) -> None:
+                context.observer.progressed(Progress(LEGIBILITY.index(name) * len(traces) + done))
+                context.check_stop()
+
+            context.observer.phase_started(info)
+            loaded, kept = LoadedTraces(wanted.name, "run", traces, []), context.folder / "reading.jsonl"
+            found = await legibility(loaded, reader, kept, context.experiment.rollout.max_tokens, told)
+            context.observer.phase_finished(info, {})
+            return found.plain()
+
+        inputs = [digest_of(context, wanted), reader, each]
+        return await context.unit(f"legibility-{wanted.name}", digest("legibility", MEASURED, inputs), work)
+
     async def tax(self, baseline: CorrectnessBaseline) -> Any:
         of = digest_of(self.context, self.own)
 
@@ -343,6 +376,13 @@ class RoundParts:
     async def _compute(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the compute thread, so that the event loop can update the display."""
         return await self.context.players.compute(work)
+
+
+def reader_of(experiment: Experiment) -> str:
+    """The source of the model that reads solutions; a player of another run with its digest. Raises the errors of
+    `find_player`."""
+    source = experiment.evaluate.reader or experiment.models.prover.source
+    return find_player(parse_run_id(source)).source if is_run_id(source) else source
 
 
 def solutions_read(
@@ -411,6 +451,8 @@ async def evaluate(
         check_attacks(experiment)
     if "tax" in parts:
         baseline_experiment(experiment)
+    if "legibility" in parts and not is_url(reader := reader_of(experiment)) and not is_run_id(reader):
+        located(reader)  # raises if there is no such model
     async with AsyncExitStack() as stack:
         context = await open_evaluation(experiment, reading, observer, stop, stack)
         if limits := differences(run.experiment().hashed(), experiment.hashed()):
@@ -493,6 +535,8 @@ async def _compute(context: EvaluationContext, rounds: Sequence[int], parts: Seq
             measured = RoundParts(context, frozen)
             if "exploit" in parts:
                 await measured.exploit()
+            if "legibility" in parts:
+                await measured.legibility()
             await _measure(context, measured, parts, baseline)
         write_report(context.folder / REPORT_FILE, await assemble(context, rounds, parts))
 

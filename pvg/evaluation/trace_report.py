@@ -1,4 +1,4 @@
-"""The report of `pvg measure`: the measures of one or two sources of traces, with intervals over problems.
+"""The report on traces, of `pvg measure` and of the part legibility: measures of sources, with intervals over problems.
 
 Judges: Matthews correlation, TPR x TNR (g-mean2, arXiv 2512.18311) and balanced accuracy of accepted against correct.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 import tomllib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from pvg.config.base import StrictRecord
 from pvg.evaluation.intervals import (
@@ -31,8 +30,11 @@ from pvg.evaluation.intervals import (
     sign_flip_p,
 )
 from pvg.evaluation.measures import FOLDS, NGRAMS, features, folds_of, matthews_of, probe
+from pvg.evaluation.report import JudgeAtStep, SourceRecord
+from pvg.traces.kept_results import KeptResults
 from pvg.traces.loaders import LoadedTraces, Trace
-from pvg.traces.measures import SHARES, MeasuredTrace
+from pvg.traces.measures import SHARES, MeasuredTrace, UnreadableTraces, measured
+from pvg.traces.readers import open_reader
 from pvg.verifier.calibration import matthews
 from pvg.version import code_version
 
@@ -45,28 +47,6 @@ LABELS: dict[str, tuple[str, str]] = {
 }
 SHARES_OF_TRACES = ("accuracy", "sr", "alone", "accepted")
 PAIRED = tuple(name for name in LABELS if name not in ("mcc", "gmean2", "balanced", "wrong_reason", "separability"))
-
-
-class JudgeAtStep(StrictRecord):
-    """The judge at a step of the training, or after a round. None: only one kind of decision or of trace."""
-
-    step: int
-    traces: int
-    mcc: float | None
-
-
-class SourceRecord(StrictRecord):
-    """`measures`: in the order of LABELS. `change`: the step from which on the judge's MCC differs, and the p value of
-    that change."""
-
-    name: str
-    kind: str
-    traces: int
-    problems: int
-    said: list[str]
-    measures: dict[str, Estimate]
-    judge: list[JudgeAtStep] = Field(default_factory=list)
-    change: tuple[int, float] | None = None
 
 
 class TraceRecord(StrictRecord):
@@ -171,6 +151,23 @@ def summarised(loaded: LoadedTraces, measured: Sequence[MeasuredTrace]) -> Sourc
         judge=steps,
         change=None if change is None else (series[change[0]][0], change[1]),
     )
+
+
+LEGIBILITY = ("cir", "sr", "transfer")  # what `pvg evaluate` asks a reader
+
+
+async def legibility(
+    loaded: LoadedTraces, reader: str, kept: Path, max_tokens: int, told: Callable[[str, int, int], None]
+) -> SourceRecord:
+    """The report of traces that `reader` reads (see `open_reader`). What it has read is kept in the file `kept`. Traces
+    that it cannot read have the other measures."""
+    try:
+        async with open_reader(reader) as opened:
+            with KeptResults(kept) as results:
+                return summarised(loaded, await measured(loaded, opened, results, LEGIBILITY, max_tokens, told))
+    except UnreadableTraces as error:
+        loaded.said.append(error.message)
+        return summarised(loaded, [MeasuredTrace(trace, [], [], [], {}) for trace in loaded.traces])
 
 
 def judge_measures(

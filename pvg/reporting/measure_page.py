@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from pvg.evaluation.trace_report import LABELS, MeasureReport, SourceRecord
+from pvg.evaluation.report import SourceRecord
+from pvg.evaluation.trace_report import LABELS, MeasureReport
 from pvg.reporting.charts import ChartLine, XAxis, line_chart
 from pvg.reporting.evaluation import estimate_text
 from pvg.reporting.formats import ABSENT

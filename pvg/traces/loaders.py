@@ -453,7 +453,7 @@ def _run_traces(source: str, runs: Path, pattern: re.Pattern[str] | None) -> Loa
             threshold = state["rounds"][info.round].get("threshold") if info.round < len(state["rounds"]) else None
             writer = BASE_SOURCE if found["base"] else source_of_round(info.round)
             rows = [row for row in shards.read(info) if row.source == writer and found["role"] in (None, row.role)]
-            traces += [_run_trace(row, threshold, pattern) for row in rows]
+            traces += [trace_of(row, threshold, pattern) for row in rows]
     if not traces:
         raise UsageError(f"The run {run.name!r} has no stored test samples of {source}.", "Finish a round.")
     return LoadedTraces(
@@ -461,7 +461,8 @@ def _run_traces(source: str, runs: Path, pattern: re.Pattern[str] | None) -> Loa
     )
 
 
-def _run_trace(rollout: Rollout, threshold: float | None, pattern: re.Pattern[str] | None) -> Trace:
+def trace_of(rollout: Rollout, threshold: float | None = None, pattern: re.Pattern[str] | None = None) -> Trace:
+    """A rollout as a trace. Without a threshold it has no verdict."""
     note = STEP_NOTE.search(rollout.grade.note)
     judged = rollout.score is not None and threshold is not None
     return Trace(

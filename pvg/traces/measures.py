@@ -153,6 +153,10 @@ class ReadableTrace(NamedTuple):
             return None
 
 
+class UnreadableTraces(UsageError):
+    """A reader can read none of the traces."""
+
+
 async def measured(
     loaded: LoadedTraces,
     reader: TraceReader | None,
@@ -170,7 +174,7 @@ async def measured(
         why = "no answer, no reasoning, too long, or characters that it does not know"
         said = f"{loaded.name}: {reader.name} cannot read {counted(left, 'trace')} of {len(rows):,} ({why})."
         if left == len(rows):
-            raise UsageError(said, "Choose another --reader.")
+            raise UnreadableTraces(said, "Choose another reader.")
         loaded.said.append(said)
     found: dict[str, dict[int, Any]] = {name: {} for name in READ}
     for name in wanted:
@@ -179,7 +183,9 @@ async def measured(
         for first in range(0, len(some), size):
             batch = {n: row for n in some[first : first + size] if (row := rows[n])}
             keys = {n: _key(name, row, reader, max_tokens) for n, row in batch.items()}
-            new = {keys[n]: row for n, row in batch.items() if kept.get(keys[n]) is None}
+            new = {keys[n]: row for n, row in batch.items()}
+            if all(kept.get(key) is not None for key in new):
+                new = {}  # otherwise the whole batch, whose last bits depend on what is computed together
             try:
                 values = await work(reader, list(new.values()), max_tokens) if new else []
             except RefusedByServer as error:

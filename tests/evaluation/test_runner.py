@@ -20,15 +20,19 @@ from page_checks import check
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.errors import ConfigurationError, TrainingDivergedError, UsageError
+from pvg.errors import ConfigurationError, MissingRequirementError, TrainingDivergedError, UsageError
 from pvg.evaluation.report import PARTS, REPORT_FILE, EvaluationReport, parse_parts, parse_rounds, report_of
 from pvg.evaluation.runner import evaluate
+from pvg.evaluation.trace_report import legibility
 from pvg.game.run import play
+from pvg.records import Role
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
+from pvg.traces.loaders import LoadedTraces, trace_of
 
 pytestmark = pytest.mark.slow
 
@@ -114,6 +118,8 @@ def test_the_report_has_every_part_and_fits_its_schema(measured: RunDirectory) -
     sources = [flaws["source"] for flaws in found["detection"]["sources"]]
     assert sources == ["base", "round-000", "attack-src", "attack-cgc"]
     assert found["detection"]["completeness"]["n"] == 8 * 4
+    assert [(one["name"], one["traces"]) for one in found["legibility"]] == [("round-000", 8 * 4), ("base", 8 * 4)]
+    assert found["legibility"][0]["measures"].keys() == {"accuracy", "characters"}  # this prover states no answer
     assert [point["name"] for point in plain["baseline"]["points"]] == ["base", "step 2", "step 3"]
     assert plain["baseline"]["points"][0]["kl"]["value"] == 0.0
 
@@ -143,7 +149,35 @@ def test_another_definition_makes_measures_stale_and_keeps_samples_and_attackers
     outcome, observer = evaluated(run, evaluated_experiment())
     assert outcome.report.stale == []
     assert outcome.report.rounds == report_of(measured).rounds
-    assert set(observer.phases) == {"measures"}
+    assert set(observer.phases) == {"measures", "reading"}
+
+
+def test_a_reader_reads_the_helpful_solutions_as_pvg_measure_does(tmp_path: Path) -> None:
+    """Another reader, or a stop, changes nothing else."""
+    sections = {"models": {"prover": {"source": "embedded:modchain-prover"}}, "rollout": {"max_tokens": 40}}
+    settings = changed(evaluated_experiment(), task={"min_terms": 5, "max_terms": 5}, **sections)
+    run = played(tmp_path, "legible", settings)
+    other = changed(settings, evaluate={"reader": str(tmp_path / "none")})
+    with pytest.raises(MissingRequirementError, match="none"):
+        evaluated(run, other, parts=("calibration", "legibility"))
+    outcome, _ = evaluated(run, settings, until="reading", parts=("legibility",))
+    assert outcome.status == "interrupted"
+    outcome, observer = evaluated(run, settings, parts=("legibility",))
+    assert set(observer.phases) == {"reading"}
+    (own, base), reader = outcome.report.rounds[0].legibility or [], f"run:{run.path}/round-0"
+    assert (own.name, own.traces, own.problems, base.name) == ("round-000", 8 * 4, 8, "base")
+    shards, infos = (
+        RolloutShards(run.evaluation),
+        orjson.loads((run.evaluation / "samples/round-000.json").read_bytes()),
+    )
+    rows = [row for info in infos["result"] for row in shards.read(ShardInfo.from_plain(info))]
+    traces = [trace_of(row) for row in rows if row.role is Role.HELPFUL]
+    told, loaded = lambda *_: None, LoadedTraces("round-000", "run", traces, [])
+    again = legibility(loaded, settings.models.prover.source, tmp_path / "kept.jsonl", 40, told)
+    assert asyncio.run(again).measures == own.measures
+    assert {"accuracy", "cir", "sr", "transfer"} <= own.measures.keys()
+    outcome, _ = evaluated(run, changed(settings, evaluate={"reader": reader}), parts=("calibration",))
+    assert outcome.report.stale == ["legibility of round 0"]
 
 
 def test_a_shorter_attack_is_another_attack(measured: RunDirectory, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ PARTS = {
     "calibration": {"raw_is_probability": True, "raw": ERRORS, "fitted": None, "slope": 1.0, "offset": 0.0},
     "localisation": {"known": False},
     "cross": [],
+    "legibility": [],
     "tax": {"policy": POLICY, "tax": NUMBER, "in_range": True, "kl_range": [0.0, 1.0]},
 }
 

@@ -74,6 +74,10 @@ def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
         },
         "calibration": None,
         "tax": {"tax": {"value": None}},
+        "legibility": [
+            {"name": "round-001", "measures": {"sr": {"value": 0.6}}},
+            {"name": "base", "measures": {"sr": {"value": 0.2}}},
+        ],
     }
     first = {"round": 0, "exploit": [{"kind": "src", "status": "found", "steps": 40}]}
     told = evaluated(facts, second, first)  # in whatever order
@@ -88,6 +92,8 @@ def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
     assert read("soundness_attack_cgc", told) == [None, MeasuredValue(0.7)]
     assert read("soundness_attack_src", told) == [None, None]
     assert read("detection_auc", told) == [None, MeasuredValue(0.8)]
+    assert read("sr", told) == [None, MeasuredValue(0.6)]
+    assert read("cir", told) == [None, None]
     assert read("calibration_error", told) == read("legibility_tax", told) == [None, None]
     assert read("steps_to_exploit_src", evaluated(facts, second)) == [None, MeasuredValue(200, censored=True)]
 
