@@ -111,7 +111,7 @@ class LocalReader(TraceReader):
     def __init__(self, model: LanguageModel, engine: TorchEngine, executor: Executor, style: str) -> None:
         self.name, self.style = model.name, style
         self.identity = f"{model.fingerprint()}/{model.tokenizer.fingerprint}/{style}"
-        self.model, self._engine, self._executor = model, engine, executor
+        self.model, self._engine, self.executor = model, engine, executor
 
     def units(self, text: str) -> list[TextUnit]:
         pairs = self.model.tokenizer.pieces(text)
@@ -142,16 +142,18 @@ class LocalReader(TraceReader):
     async def chances(
         self, problem: tuple[Message, ...], prefixes: Sequence[Sequence[TextUnit]], parts: TraceParts
     ) -> list[float]:
+        work = partial(self.logprobs, *self.rows(problem, prefixes, parts))
+        found = await asyncio.get_running_loop().run_in_executor(self.executor, work)
+        return [min(1.0, math.exp(value)) for value in found.tolist()]
+
+    def rows(
+        self, problem: tuple[Message, ...], prefixes: Sequence[Sequence[TextUnit]], parts: TraceParts
+    ) -> tuple[list[Int32], Any]:
+        """The token ids of each prefix with cue and answer, and int64 [N]: where the answers start."""
         prompt, cue = self.prompt(problem), self.model.tokenizer.plain(parts.cue)
         answer = self.model.tokenizer.plain(parts.answer + parts.end)
-        rows, starts = [], []
-        for prefix in prefixes:
-            row = [prompt, *(unit.ids for unit in prefix), cue]
-            starts.append(sum(map(len, row)))
-            rows.append(np.concatenate([*row, answer]))
-        work = partial(self.logprobs, rows, np.array(starts))
-        found = await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        return [min(1.0, math.exp(value)) for value in found.tolist()]
+        before = [np.concatenate([prompt, *(unit.ids for unit in prefix), cue]) for prefix in prefixes]
+        return [np.concatenate([ids, answer]) for ids in before], lengths_of(before)
 
     def logprobs(self, rows: Sequence[Int32], starts_N: Any, *, shared: bool = True) -> Any:
         """float64 [N], nats: log P(tokens of a row from its start on | those before). `shared`: compute what rows have

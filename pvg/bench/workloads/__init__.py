@@ -291,8 +291,8 @@ def _lazily(module: str) -> MakeWorkload:
     return make
 
 
-WORKLOADS: WorkloadTable = {name: _lazily(name) for name in ("rollout", "trainer", "e2e", "verifier", "sync")}
-
+NAMES = ("rollout", "trainer", "e2e", "verifier", "reading", "sync")
+WORKLOADS: WorkloadTable = {name: _lazily(name) for name in NAMES}
 # Workloads that can run on vLLM servers (`--server URL`, `--serve`).
 SERVED = frozenset({"rollout", "sync", "e2e"})
 
