@@ -46,6 +46,8 @@ LABELS: dict[str, tuple[str, str]] = {
     for name in (key.replace("{share}", share),)
 }
 SHARES_OF_TRACES = ("accuracy", "sr", "alone", "accepted")
+# One test per measure. Others are the same scores again (prefixes, decorative steps), or do not depend on the traces.
+TESTED = ("accuracy", "characters", "cir", "sr", "tts", "transfer", "accepted")
 PAIRED = tuple(name for name in LABELS if name not in ("mcc", "gmean2", "balanced", "wrong_reason", "separability"))
 
 
@@ -59,7 +61,7 @@ class TraceRecord(StrictRecord):
 
 class TraceComparison(StrictRecord):
     """The second source minus the first, on the problems that both have. `p`: of exchanging the sources of problems;
-    `p_adjusted`: Holm's, over the measures."""
+    `p_adjusted`: Holm's over the measures of TESTED; None for the others."""
 
     name: str
     difference: Estimate
@@ -128,14 +130,13 @@ def summarised(loaded: LoadedTraces, measured: Sequence[MeasuredTrace]) -> Sourc
         found |= judge_measures(accepted_N, correct_N, problems_N[judged], weights_BP)
         steps = _judge_by_step([measured[place].trace for place in judged])
     reasons = [
-        (each.trace.named != each.trace.flaw, place)
-        for place, each in enumerate(measured)
-        if None not in (each.trace.named, each.trace.flaw)
-        and each.trace.accepted is False
-        and each.trace.correct is False
+        trace
+        for trace in (*(each.trace for each in measured), *loaded.verdicts)
+        if None not in (trace.named, trace.flaw) and trace.accepted is False and trace.correct is False
     ]
     if reasons:
-        found["wrong_reason"] = share_of(np.array([wrong for wrong, _ in reasons]), problems_N[[p for _, p in reasons]])
+        _, reasons_N = np.unique([trace.problem_id for trace in reasons], return_inverse=True)
+        found["wrong_reason"] = share_of(np.array([trace.named != trace.flaw for trace in reasons]), reasons_N)
     roles = sorted({each.trace.role for each in measured if each.trace.role is not None})
     if len(roles) == 2:
         found["separability"] = _separability(measured, roles[0], problems_N, problem_ids, weights_BP)
@@ -224,7 +225,7 @@ def compared(first: Sequence[MeasuredTrace], second: Sequence[MeasuredTrace]) ->
         weights_BP = draws(len(common), RESAMPLES, 0)
         estimate = mean_of(differences_P, np.arange(len(common)), weights_BP)
         found.append((name, estimate, sign_flip_p(differences_P.tolist())))
-    adjusted = holm([p for _, _, p in found])
+    adjusted = holm([p if name in TESTED else None for name, _, p in found])
     return [
         TraceComparison(name=name, difference=estimate, p=p, p_adjusted=more)
         for (name, estimate, p), more in zip(found, adjusted, strict=True)

@@ -19,13 +19,13 @@ from pvg.game.prover_phase import read_prover
 from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
 from pvg.game.verifier_phase import SCORED_AT_ONCE, calibration_view, trained
-from pvg.game.voices import objects
 from pvg.records import BASE_SOURCE, Problem
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.seeds import generator_for, seed_for
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.spans import span
 from pvg.verifier.calibration import accepted_by_halves, balanced_accuracy, balanced_lead
+from pvg.verifier.data import read_critique
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ async def examine_critic(session: Session) -> dict[str, float]:
     if (accepted_N := accepted_by_halves(scores_N, correct_N, problems_N)) is None:
         return {}
     heard = [row.text.removeprefix(own.text) for row, own in zip(whole, alone, strict=True)]
-    critic_N = np.array([not objects(critique, session.prompts.section.kind) for critique in heard])
+    critic_N = np.array([not read_critique(critique, session.prompts.section.kind) for critique in heard])
     critic, judged = (balanced_accuracy(each_N, correct_N) for each_N in (critic_N, accepted_N))
     lead, low, high = balanced_lead(critic_N, accepted_N, correct_N, problems_N)
     says = f"a balanced accuracy of {critic:.2f}, and a judge that reads no critiques {judged:.2f}"

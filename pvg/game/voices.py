@@ -20,21 +20,14 @@ from pvg.records import Grade, Role
 from pvg.rollout.interaction import Direct, Talk
 from pvg.tasks.answers import by_fallback, same_answer
 from pvg.tasks.task import LocatesFlaws, Task, correct_solution
-from pvg.verifier.data import VERDICT_INSTRUCTIONS, VERDICT_TAG, Style, read_verdict
+from pvg.verifier.data import SAYS, VERDICT_INSTRUCTIONS, VERDICT_TAG, read_verdict
 
 OPPONENT = "Another solver wrote the solution below. It disagrees with you. Write your own solution."
 REPLY = (
     "Your opponent wrote:\n{}\nShow in one or two sentences why your solution is right and this one is wrong. "
     "Then write your final answer."
 )
-SAYS = {True: "A critic says: ", False: "?"}  # in words or not, before a critique
 OTHER_ROLE = {Role.HELPFUL: Role.SNEAKY, Role.SNEAKY: Role.HELPFUL}
-
-
-def objects(heard: str, style: Style) -> bool:
-    """Whether a critique, as the prover hears it, names a wrong step."""
-    critique = heard.lstrip("\n").removeprefix(SAYS[style in ("chat", "text")])
-    return bool(read_verdict(critique, style))
 
 
 def graded(action: Action) -> Grade:

@@ -23,7 +23,7 @@ from decimal import Decimal
 from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 import pyarrow
@@ -35,6 +35,9 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks.answers import same_answer
 from pvg.tasks.data import json_rows, parquet_rows
+
+if TYPE_CHECKING:
+    from pvg.verifier.data import Style
 
 # --- one trace --------------------------------------------------------------------------------------------------------
 
@@ -135,13 +138,14 @@ class Trace:
 @dataclass(slots=True)
 class LoadedTraces:
     """`kind`: of the source. `said`: what was guessed or left out. `reader`: the model that reads them if a user names
-    none."""
+    none. `verdicts`: of judges that name a step, on other solutions or beside the traces' own judge."""
 
     name: str
     kind: str
     traces: list[Trace]
     said: list[str]
     reader: str | None = None
+    verdicts: Sequence[Trace] = ()
 
     def chosen(self, most: int, first: Collection[str] = ()) -> LoadedTraces:
         """At most about `most` traces: all of some problems, which are the same in every source. Those of the ids in
@@ -440,25 +444,48 @@ RUN_SOURCE = re.compile(
 
 
 def _run_traces(source: str, runs: Path, pattern: re.Pattern[str] | None) -> LoadedTraces:
-    """The test samples that a run has stored after each round, with the verifier's verdicts."""
+    """The test samples that a run has stored after each round, with the verifier's verdicts; beside them the critiques
+    of these samples, and the verdicts of a verifier that writes on solutions of held-out problems."""
     found = RUN_SOURCE.fullmatch(source)
     if found is None:
         raise UsageError("The name of a source is empty.", "Name a file or a run.")
     run, round_ = RunDirectory.open(found["run"], runs), found["round"]
     state = run.load_state().state or {}
     infos = [ShardInfo.from_plain(plain) for plain in state.get("shards", ())]
-    shards, traces = RolloutShards(run.path), list[Trace]()
+    shards, traces, verdicts = RolloutShards(run.path), list[Trace](), list[Trace]()
+    style = run.experiment().prompts.kind
     for info in infos if round_ is None else [info for info in infos if info.round == int(round_)]:
         if info.label.startswith("checkpoint-"):
             threshold = state["rounds"][info.round].get("threshold") if info.round < len(state["rounds"]) else None
             writer = BASE_SOURCE if found["base"] else source_of_round(info.round)
             rows = [row for row in shards.read(info) if row.source == writer and found["role"] in (None, row.role)]
             traces += [trace_of(row, threshold, pattern) for row in rows]
+            verdicts += filter(None, (_critique_of(row, style) for row in rows))
+        elif not found["base"] and found["role"] is None and info.label.startswith("train_verifier-"):
+            held_out = shards.read_where(info, [f"{info.round:03d}/train_verifier/held-out/"])
+            verdicts += [_verdict_of(row) for row in held_out if row.grade.well_formed]
     if not traces:
         raise UsageError(f"The run {run.name!r} has no stored test samples of {source}.", "Finish a round.")
-    return LoadedTraces(
-        run.name + found["rest"].replace("/", "-"), "run", traces, [], run.experiment().models.prover.source
-    )
+    name, reader = run.name + found["rest"].replace("/", "-"), run.experiment().models.prover.source
+    return LoadedTraces(name, "run", traces, [], reader, verdicts)
+
+
+def _critique_of(rollout: Rollout, style: Style) -> Trace | None:
+    """The critic's verdict on a rollout; None without a readable one."""
+    from pvg.verifier.data import read_critique  # loads torch
+
+    heard = next((turn.text for turn in rollout.turns if turn.seat == "critic"), None)
+    named = None if heard is None else read_critique(heard, style)
+    return None if named is None else replace(trace_of(rollout), accepted=named == 0, named=named)
+
+
+def _verdict_of(rollout: Rollout) -> Trace:
+    """A verdict of a verifier that writes, as a trace of the solution that it judged (pvg.game.verdict_phase). Its
+    reference: 0 for a correct solution, or the first wrong step if it is known."""
+    named, flaw = int(rollout.grade.answer or 0), rollout.reference
+    problem, known = (("user", rollout.problem_id),), flaw == "0"
+    step = int(flaw) if flaw.isdecimal() and not known else None
+    return Trace(rollout.id, problem, "", known=known, accepted=named == 0, flaw=step, named=named)
 
 
 def trace_of(rollout: Rollout, threshold: float | None = None, pattern: re.Pattern[str] | None = None) -> Trace:

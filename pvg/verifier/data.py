@@ -54,6 +54,14 @@ def read_verdict(text: str, style: Style) -> int | None:
     return None if found is None else int(found[1] or 0)
 
 
+SAYS = {True: "A critic says: ", False: "?"}  # in words or not, before a critique
+
+
+def read_critique(heard: str, style: Style) -> int | None:
+    """The verdict of a critique, as the prover hears it."""
+    return read_verdict(heard.lstrip("\n").removeprefix(SAYS[style in ("chat", "text")]), style)
+
+
 def log_odds(verdicts: Sequence[int | None]) -> float:
     """The logit of (votes for correct + 1/2) / (readable votes + 1); 0 without a readable one."""
     correct, wrong = verdicts.count(0), sum(bool(verdict) for verdict in verdicts)

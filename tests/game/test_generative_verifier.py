@@ -19,10 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pvg.api import Run
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, PvgError
+from pvg.evaluation.trace_report import summarised
 from pvg.records import Rollout
 from pvg.store.pairs import is_held_out
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import metric as catalogued
+from pvg.traces.loaders import load_traces
+from pvg.traces.measures import MeasuredTrace
 from pvg.verifier.data import log_odds, read_verdict
 
 HEAD = {"kind": "generative", "votes": 3, "tokens": 3}
@@ -135,6 +138,9 @@ def test_the_phase_tells_accuracy_and_wrong_reasons(game: RunDirectory) -> None:
     blamed = [r for r in held_out if r.reference.isdecimal() and r.reference != "0" and r.grade.correct]
     expected = np.mean([r.grade.answer != r.reference for r in blamed]) if blamed else None
     assert phase["metrics"]["wrong_reason"] == expected
+    traces = load_traces(f"{game.path}/round-0", {}, game.path.parent, None)  # what pvg measure reads
+    record = summarised(traces, [MeasuredTrace(trace, [], [], [], {}) for trace in traces.traces])
+    assert record.measures["wrong_reason"].value == expected
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from pvg.store.checkpoints import read_checkpoint
 from pvg.store.pairs import is_held_out
 from pvg.tasks.answers import NO_MARKER
 from pvg.tasks.modchain import chain_problem
+from pvg.traces.loaders import load_traces
 from pvg.verifier.data import VERDICT_INSTRUCTIONS
 
 TOKENIZER, TAGS = Tokenizer(modchain_tokenizer()), TagPrompts()
@@ -326,6 +328,10 @@ def test_every_voice_learns_and_the_verifier_reads_what_they_say(
         assert rollout.turns[-1].score == rollout.score
         assert None not in [turn.score for turn in rollout.turns]
     assert any(rollout.turns[0].score != rollout.score for rollout in tested)
+    critiques = {r.id: r.turns[1].text.removeprefix("?") for r in tested if len(r.turns) > 1 and r.source != "base"}
+    named = {key: int(text) for key, text in critiques.items() if re.fullmatch("0|[1-9][0-9]{0,3}", text)}
+    judged = load_traces(str(run.path), {}, tmp_path, None).verdicts  # what pvg measure reads
+    assert {each.place: each.named for each in judged} == (named if settings is CRITIC_GAME else {})
     (first, *_), voice = batches, seats[1]
     scored, trained, advantages_M, metrics = first
     provers = scored.rollouts

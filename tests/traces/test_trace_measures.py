@@ -23,6 +23,7 @@ from pvg.traces.kept_results import KeptResults
 from pvg.traces.loaders import LoadedTraces, Trace
 from pvg.traces.measures import (
     READ,
+    SHARES,
     MeasuredTrace,
     contributions,
     divergence,
@@ -271,6 +272,18 @@ def test_a_comparison_is_paired_by_problem_and_adjusted():
     assert [rows[name].p_adjusted for name in ("characters", "accuracy")] == pytest.approx(
         [2 / 2**8] * 2
     )  # 2 p, then p
+
+
+def test_the_prefixes_of_transfer_utility_are_one_test():
+    rows = bare([trace("x", question=f"q{n}") for n in range(9)])
+    sides = [
+        [row._replace(read={"0": "8", **dict.fromkeys(map(str, SHARES), read)}) for row in rows] for read in ("8", "7")
+    ]
+    found = {row.name: row for row in compared(*sides)}
+    assert found["transfer"].difference.value == 1.0
+    assert found["transfer"].p_adjusted == pytest.approx(3 * 2 / 2**9)  # beside accuracy and characters
+    without = {name for name, row in found.items() if row.p_adjusted is None}
+    assert without == {"alone", *(f"transfer_{share}" for share in SHARES)}
 
 
 # --- a real model -----------------------------------------------------------------------------------------------------
