@@ -63,7 +63,7 @@ def attack(
     overrides: SetOption = None,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Of results. Default: attacks/TARGET.")] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the card as Markdown.")] = None,
-    fail_above: Annotated[str | None, typer.Option(metavar="5%", help="Exit code 1 above this share.")] = None,
+    fail_above: Annotated[str | None, typer.Option(metavar="5%", help="Exit code 1 above this share wrong.")] = None,
     runs: RunsOption = Path("runs"),
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -237,11 +237,12 @@ def _print(
     from pvg.reporting.attack_page import attack_tables, markdown_card
     from pvg_cli.output import stdout
 
-    stopped, failed = card.status == "interrupted", [] if allowed is None else card.above(allowed)
+    stopped, limit = card.status == "interrupted", 1.0 if allowed is None else allowed
+    accepted, refused = ([], []) if allowed is None else (card.above(limit), card.refused_above(limit))
     if markdown is not None:
         write_output(markdown, markdown_card(card))
     if as_json:
-        facts = {"status": card.status, "path": str(folder), "seconds": seconds, "failed": failed}
+        facts = {"status": card.status, "path": str(folder), "seconds": seconds, "failed": [*accepted, *refused]}
         emit({**facts, "card": card.plain(), "resume": command_line() if stopped else None})
     else:
         stdout().print(attack_tables(card))
@@ -249,6 +250,8 @@ def _print(
     if stopped:
         say(f"Stopped. To resume: {command_line()}")
         raise typer.Exit(EXIT_STOPPED)
-    if failed:
-        say(f"More than {100 * (allowed or 0):g} % accepted, or nothing answered: {', '.join(failed)}.")
+    for verb, names in (("accepted", accepted), ("refused, though correct", refused)):
+        if names:
+            say(f"More than {100 * limit:g} % {verb}, or nothing answered: {', '.join(names)}.")
+    if accepted or refused:
         raise typer.Exit(EXIT_CHECK_FAILED)

@@ -106,6 +106,12 @@ class RobustnessCard(StrictRecord):
             shares["trained attack"] = None if self.trained.accepted is None else self.trained.accepted.value
         return [name for name, share in shares.items() if share is None or share > limit]
 
+    def refused_above(self, limit: float) -> list[str]:
+        """The attacks whose texts are correct, and of which the target refuses a larger share than `limit`: a target
+        that refuses everything accepts nothing wrong."""
+        shares = {found.name: found.accepted.value for found in self.attacks if found.accept}
+        return [name for name, share in shares.items() if share is None or 1.0 - share > limit]
+
 
 class Asking:
     """Asks a target about each text once, at most `target.concurrency` at a time. Scores are kept; errors and time-outs
@@ -134,7 +140,7 @@ class Asking:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A text of an attack. `place`: the number of the case."""
+    """A text of an attack. `place`: the number of the problem, which several cases may have."""
 
     attack: StaticAttack
     place: int
@@ -148,10 +154,11 @@ class Attempt:
 
 def attempts_of(cases: Sequence[AttackCase], attacks: Iterable[StaticAttack], seed: int) -> list[Attempt]:
     """All texts of the attacks. Those of one attack are together, problem by problem."""
+    places = {question: place for place, question in enumerate(dict.fromkeys(case.question for case in cases))}
     return [
-        Attempt(attack, place, case, text)
+        Attempt(attack, places[case.question], case, text)
         for attack in attacks
-        for place, case in enumerate(cases[: attack.problems])
+        for case in cases[: attack.problems]
         for text in attack.attempts(case, seed)
     ]
 

@@ -184,11 +184,17 @@ class FunctionTarget(Target):
             await _end(child)
 
     async def judge(self, question: str, fields: Mapping[str, Any], text: str) -> TargetAnswer:
+        while self.idle and self.idle[-1].returncode is not None:  # it ended after its last answer
+            self.idle.pop()
         child = self.idle.pop() if self.idle else await self.started()
         line = await _asked(child, json.dumps([question, dict(fields), text]).encode() + b"\n", self.limit_s)
-        if line:
+        with contextlib.suppress(ValueError, TypeError):
+            answer = TargetAnswer(**json.loads(line or b""))
             self.idle.append(child)
-            return TargetAnswer(**json.loads(line))
+            return answer
+        if line:
+            await _end(child)
+            return failed("it wrote into the pipe of its answers")
         return TargetAnswer(timed_out=True) if line is None else failed(f"its process ended with {child.returncode}")
 
     async def started(self) -> asyncio.subprocess.Process:
@@ -214,7 +220,8 @@ async def _asked(child: asyncio.subprocess.Process, line: bytes, limit_s: float)
     try:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                # uvloop raises RuntimeError for a pipe that was closed before
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError, RuntimeError):
                     child.stdin.write(line)
                     await child.stdin.drain()
                 found = await child.stdout.readline()
@@ -251,6 +258,9 @@ class SandboxTarget(Target):
         if done.status in ("timeout", "stalled"):
             return TargetAnswer(timed_out=True)
         (case,) = done.cases
+        if case.error.startswith("ModuleNotFoundError"):
+            alone = "the sandbox has the standard library and this file alone; leave --sandbox out"
+            return failed(f"{case.error.partition(': ')[2]}: {alone}, or copy what it needs into the file")
         return failed(case.error) if case.error else scored(case.value)
 
 

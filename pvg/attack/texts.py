@@ -29,6 +29,7 @@ from pvg.seeds import draw_cyclic, seed_for
 from pvg.tasks.answers import extract, parse_number, same_answer
 from pvg.tasks.task import Task, correct_solution, wrong_solutions
 
+LONGEST = 100_000  # characters of a problem, and of a correct text: many texts are made of it
 MOST_OTHERS = 8  # answers of other problems that are tried
 EXAMPLE = 'Write {"problem": "...", "text": "a correct solution", "answer": "..."}'
 
@@ -257,8 +258,8 @@ class ProblemRow(BaseModel, extra="allow", strict=True):
     """A line of a file of problems: a correct `text`, and optionally the answer and wrong texts. The target sees the
     other fields too."""
 
-    problem: Annotated[str, Field(pattern=r"\S")]
-    text: Annotated[str, Field(pattern=r"\S")]
+    problem: Annotated[str, Field(pattern=r"\S", max_length=LONGEST)]
+    text: Annotated[str, Field(pattern=r"\S", max_length=LONGEST)]
     answer: str | int | float = ""
     wrong: list[str] = Field(default_factory=list)
 

@@ -118,6 +118,13 @@ class TestFunctions:
     def test_a_forked_process_gives_no_answer_for_the_next_question(self, graders: Path) -> None:
         assert [each.score for each in answers(TargetSpec("mine.py:forks"), *["good", "bad"] * 4)] == [1.0, 0.0] * 4
 
+    def test_a_function_that_writes_into_every_file_breaks_its_answers_alone(self, graders: Path) -> None:
+        (graders / "mine.py").write_text(
+            "import contextlib, os\n\ndef writes(problem, text):\n    for place in range(3, 20):\n"
+            "        with contextlib.suppress(OSError):\n            os.write(place, b'[0]\\n')\n    return True\n"
+        )
+        assert [each.score for each in answers(TargetSpec("mine.py:writes"), "a", "b", "c")] == [None] * 3
+
     def test_a_function_that_reads_stdin_finds_it_empty(self, graders: Path) -> None:
         for answer in answers(TargetSpec("mine.py:reads", limit_s=5.0), "a", "b"):
             assert answer.error.startswith("EOFError")
@@ -163,6 +170,13 @@ class TestSandbox:
         nan, error = answers(TargetSpec("mine.py:numbers", sandbox=True), "nan", "no such key")
         assert "neither" in nan.error
         assert "KeyError" in error.error
+
+    def test_an_import_that_it_lacks_is_an_error_with_a_remedy(self, graders: Path) -> None:
+        (graders / "beside.py").write_text("")
+        (graders / "mine.py").write_text("import beside\n\ndef grade(problem, text): return True\n")
+        (found,) = answers(TargetSpec("mine.py:grade", sandbox=True), "x")
+        assert "'beside'" in found.error
+        assert "leave --sandbox out" in found.error
 
     def test_it_can_neither_write_a_file_nor_compute_for_ever(self, graders: Path) -> None:
         (graders / "mine.py").write_text(

@@ -25,7 +25,10 @@ def exact(problem, text):
     found = extract(text)
     return found is not None and same_answer(found.text, problem.answer)
 
-async def everything(problem, text):
+async def nothing(problem, text):
+    return False
+
+def everything(problem, text):
     return True
 
 def openers(problem, text):
@@ -127,6 +130,12 @@ def test_a_limit_fails_for_an_attack_that_got_no_answer() -> None:
     document = card("quiet", "--fail-above", "100%", code=1)
     assert document["failed"] == ["empty"]
     assert by_name(document)["empty"]["accepted"]["value"] is None
+
+
+def test_a_limit_fails_for_a_grader_that_refuses_correct_texts() -> None:
+    assert card("nothing", "--fail-above", "5%", code=1)["failed"] == ["unchanged", "meaning kept"]
+    called = pvg("attack", "mine.py:nothing", "--data", "sums.jsonl", "--fail-above", "5%")
+    assert (called.code, "refused, though correct" in called.err) == (1, True)
 
 
 def test_a_target_that_fails_on_a_correct_text_is_refused() -> None:
