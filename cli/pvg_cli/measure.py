@@ -155,7 +155,8 @@ def _measured(
     from pvg.evaluation.trace_report import report_of_traces
     from pvg.reporting.measure_page import measure_page
     from pvg.traces.kept_results import KeptResults
-    from pvg.traces.measures import measured
+    from pvg.traces.measures import measured, requests
+    from pvg.traces.readers import UrlReader
     from pvg_cli.display import Display, progress_row
     from pvg_cli.driving import cancelled_at_signals, killed_document
     from pvg_cli.output import stderr
@@ -179,6 +180,9 @@ def _measured(
         async def work() -> tuple[MeasureReport, str]:
             attach()
             async with opened() as reader:
+                if isinstance(reader, UrlReader):
+                    asked = sum(requests(each, reader, wanted) for each in loaded)
+                    say(f"{reader.name} gets at most {counted(asked, 'request')}. Fewer: --measures, --most.")
                 with MeasureDisplay(stderr()) as display:
                     sides = [await measured(each, reader, kept, wanted, max_tokens, display.told) for each in loaded]
                 report = report_of_traces(loaded, sides, None if reader is None else reader.name)

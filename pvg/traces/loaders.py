@@ -235,7 +235,8 @@ def _columns_of(row: Collection[str], fields: Mapping[str, str], where: str) -> 
 
 def _wrong(value: object, column: str, where: str, wanted: str) -> ConfigurationError:
     remedy = "Correct it, name another column (--field FIELD=COLUMN), or leave the field out (--field FIELD=)."
-    return ConfigurationError(f"{where}: {column!r} is {shortened(repr(value))}, not {wanted}.", remedy)
+    found = str(value) if isinstance(value, Decimal) else repr(value)
+    return ConfigurationError(f"{where}: {column!r} is {shortened(found)}, not {wanted}.", remedy)
 
 
 def _text(value: object, column: str, where: str) -> str:
@@ -295,7 +296,8 @@ KINDS: dict[str, Callable[[object, str, str], Any]] = {
     "problem": _messages,
     "text": _text,
     **dict.fromkeys(("truth", "answer", "role"), _word),
-    **dict.fromkeys(("step", "flaw", "named"), _number("a whole number", float.is_integer)),
+    "step": _number("a whole number", float.is_integer),
+    **dict.fromkeys(("flaw", "named"), _number("the number of a step, from 1", lambda value: value in range(1, 10**9))),
     "correct": _number("0 or 1, so it does not say what is correct", lambda value: value in (0.0, 1.0)),
     "verdict": _number("a probability or a verdict between 0 and 1", lambda value: 0.0 <= value <= 1.0),
 }

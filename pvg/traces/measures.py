@@ -77,6 +77,7 @@ MEASURED = 1  # raised when a definition changes: kept results are then not used
 TOGETHER = 32  # traces whose completions are asked for together
 DECORATIVE = 0.005  # a step with a lower true-thinking score does not matter
 LONGEST_ANSWER = 48  # tokens of an answer alone
+LONGEST_TEXT = 1_000_000  # characters: a longer text fits into no reader's context, and its tokens not into memory
 Told = Callable[[str, int, int], None]  # called with a measure, the traces done, and all of them
 
 
@@ -141,7 +142,7 @@ class ReadableTrace(NamedTuple):
     def of(cls, trace: Trace, reader: TraceReader) -> ReadableTrace | None:
         """None without an answer or reasoning, or if they do not fit into the reader's context or vocabulary."""
         parts = trace.parts
-        if parts is None or not parts.reasoning.strip() or not parts.answer.strip():
+        if parts is None or not parts.reasoning.strip() or not parts.answer.strip() or len(trace.text) > LONGEST_TEXT:
             return None
         steps = [parts.reasoning[slice(*place)] for place in steps_in(parts.reasoning)]
         try:
@@ -151,6 +152,18 @@ class ReadableTrace(NamedTuple):
             return cls(trace, parts, units, steps) if fits else None
         except UsageError:  # a vocabulary of single characters lacks one
             return None
+
+
+def requests(loaded: LoadedTraces, reader: TraceReader, wanted: Sequence[str]) -> int:
+    """The most requests of `measured` to a reader behind a URL. Kept results need none."""
+    rows = [row for trace in loaded.traces if (row := ReadableTrace.of(trace, reader)) is not None]
+    most: dict[str, Callable[[ReadableTrace], int]] = {
+        "cir": lambda row: 1 + len(reader.joined(row.units)),
+        "sr": lambda row: 1,
+        "tts": lambda row: 4 * len(reader.chosen(len(row.steps))),
+        "transfer": lambda row: 2 * (1 + len(SHARES)),
+    }
+    return sum(most[name](row) for name in wanted for row in rows)
 
 
 class UnreadableTraces(UsageError):
@@ -200,7 +213,8 @@ async def measured(
     for n, (trace, row) in enumerate(zip(loaded.traces, rows, strict=True)):
         chances, scores, read = (found[name].get(n) for name in ("cir", "tts", "sr"))
         units = [unit.text for unit in reader.joined(row.units)] if row and chances else []
-        steps = list(zip(row.steps, scores, strict=True)) if row and scores else []
+        found_steps = zip(row.steps, scores, strict=True) if row and scores else ()
+        steps = [(text, score) for text, score in found_steps if score is not None]
         results.append(
             MeasuredTrace(trace, units, chances or [], steps, {**(found["transfer"].get(n) or {}), **(read or {})})
         )
@@ -223,16 +237,18 @@ async def _chances(reader: TraceReader, rows: Sequence[ReadableTrace], _: int) -
 
 
 async def _thought(reader: TraceReader, rows: Sequence[ReadableTrace], _: int) -> list[Any]:
-    """The true-thinking scores of each trace's steps. What is read has two stems, the intact and the perturbed
-    reasoning, from which single steps branch off."""
+    """The true-thinking scores of each trace's steps; None of those that the reader is not asked about. What is read
+    has two stems, the intact and the perturbed reasoning, from which single steps branch off."""
     found = []
     for row in rows:
         intact, broken = ([reader.whole(change(step)) for step in row.steps] for change in (str, perturbed))
-        places, both = range(len(row.steps)), (intact, broken)
+        places, both = reader.chosen(len(row.steps)), (intact, broken)
         prefixes = [[*before[:at], each[at]] for at in places for before in both for each in both]
         chances = iter(await reader.chances(row.trace.problem, prefixes, row.parts))
         quads = zip(chances, chances, chances, chances, strict=True)
-        found.append([thinking_score((s11, s01), (s10, s00)) for s11, s01, s10, s00 in quads])
+        scores = (thinking_score((s11, s01), (s10, s00)) for s11, s01, s10, s00 in quads)
+        by_place = dict(zip(places, scores, strict=True))
+        found.append([by_place.get(place) for place in range(len(row.steps))])
     return found
 
 

@@ -82,6 +82,10 @@ class TraceReader:
         """As many units as the reader can be asked about one by one."""
         return list(units)
 
+    def chosen(self, steps: int) -> list[int]:
+        """The places of the steps that it can be asked about one by one."""
+        return list(range(steps))
+
     @abstractmethod
     def fits(self, problem: tuple[Message, ...], units: Sequence[TextUnit]) -> bool:
         """Whether the problem and these units, with some room for an answer, fit into the reader's context."""
@@ -236,7 +240,8 @@ def _style_of(source: str, model: LanguageModel) -> str:
 
 # --- behind a URL -----------------------------------------------------------------------------------------------------
 
-CUTS = 24  # prefixes of a trace that a server is asked for: each is one request
+# Prefixes of a trace that a server is asked for, one request each, and steps, four requests each.
+CUTS, STEPS = 24, 12
 
 
 class UrlReader(TraceReader):
@@ -256,6 +261,9 @@ class UrlReader(TraceReader):
         """CUTS units of about the same number of words."""
         ends = sorted({round(len(units) * cut / CUTS) for cut in range(CUTS + 1)})
         return [TextUnit("".join(unit.text for unit in units[begin:end])) for begin, end in pairwise(ends)]
+
+    def chosen(self, steps: int) -> list[int]:
+        return sorted({round(place) for place in np.linspace(0, steps - 1, min(steps, STEPS))})
 
     def fits(self, problem: tuple[Message, ...], units: Sequence[TextUnit]) -> bool:
         return True

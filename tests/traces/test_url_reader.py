@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from itertools import pairwise
 
 import pytest
 from aiohttp import web
@@ -12,7 +13,7 @@ from traces.openai_server import said, serving
 from pvg.errors import ServerUnavailableError
 from pvg.traces.kept_results import KeptResults
 from pvg.traces.loaders import LoadedTraces, Trace
-from pvg.traces.measures import READ, measured
+from pvg.traces.measures import READ, measured, requests
 from pvg.traces.readers import open_reader
 
 WORDS = " ".join(f"w{n}" for n in range(60))
@@ -85,6 +86,26 @@ def test_without_log_probs_two_measures_are_left_out_and_said(tmp_path):
         return {"choices": [{"text": found["choices"][0]["text"]}]} if route == "completions" else found
 
     assert "cir" not in read(without, tmp_path / "other")[0].values()
+
+
+def test_a_long_trace_costs_no_more_requests_than_were_said(tmp_path):
+    text = "\n".join(f"step {n}" for n in range(5000)) + "\n#### 4"
+    long, said_before = Trace("1", TRACE.problem, text, truth="4"), []
+
+    async def work():
+        loaded = LoadedTraces("s", "x", [long], [])
+        async with serving(believing) as server, open_reader(server.url, model="m") as reader:
+            said_before.extend(requests(loaded, reader, [name]) for name in READ)
+            with KeptResults(tmp_path / "results.jsonl") as kept:
+                for name in READ:
+                    (found,) = await measured(loaded, reader, kept, [name], 16, lambda *_: None)
+                    counts.append(len(server.asked))
+        return found
+
+    counts = [0]
+    asyncio.run(work())
+    assert said_before == [25, 1, 4 * 12, 2 * 6]
+    assert [after - before for before, after in pairwise(counts)] == [25, 1, 4 * 12, 6]  # each continuation says 4
 
 
 def test_a_server_that_has_gone_is_one_error(monkeypatch):
