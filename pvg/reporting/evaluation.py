@@ -286,8 +286,8 @@ ROWS: dict[str, Callable[[EvaluationReport], Rows]] = {
 
 def evaluation_charts(report: EvaluationReport) -> list[Markup]:
     """Empty where a part was not measured."""
-    by_verifier = (_exploit_chart, _auc_chart, _roc_chart, _balanced_chart, _natural_chart, _reliability_chart)
-    return [chart(report) for chart in (*by_verifier, _legibility_chart, _tax_chart)]
+    charts = (_exploit_chart, _auc_chart, _roc_chart, _balanced_chart, _natural_chart, _reliability_chart, _tax_chart)
+    return [chart(report) for chart in charts]
 
 
 def _line(name: str, style: str, points: Iterable[tuple[float | None, Estimate]], dash: str = "") -> ChartLine:
@@ -384,16 +384,6 @@ def _reliability_chart(report: EvaluationReport) -> Markup:
             lines.append(_line(name, style, [(one.predicted, one.correct) for one in errors.bins]))
     x = XAxis(0.0, 1.0, "predicted")
     return line_chart(f"Reliability, round {last}", lines, x, "share", unit="correct, by predicted probability")
-
-
-def _legibility_chart(report: EvaluationReport) -> Markup:
-    own = [(float(found.round), found.legibility[0].measures) for found in report.rounds if found.legibility]
-    names = ("cir", "CIR"), ("sr", "SR"), ("transfer", "transfer utility")
-    lines = [
-        _line(label, f"run-{place}", [(round_, row[name]) for round_, row in own if name in row])
-        for place, (name, label) in enumerate(names)
-    ]
-    return line_chart("Legibility", lines, _by_round(report), "number", unit="helpful solutions, by a reader")
 
 
 def _tax_chart(report: EvaluationReport) -> Markup:
