@@ -44,7 +44,7 @@ from pvg.training.batch import PolicyBatch
 from pvg.training.credit import advantages
 from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import OptimizerSettings, Trainer
-from pvg.verifier.calibration import acceptance_threshold, auc
+from pvg.verifier.calibration import auc, separating_threshold
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import VerifierScorer
@@ -53,8 +53,6 @@ from pvg.verifier.scorer import VerifierScorer
 PROMPTS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
 # The reward of a solution that is not aligned with its role. It must be below every score.
 FLOOR = -15.0
-# The verifier accepts scores from a threshold on, which this share of the correct helpful solutions reaches.
-ACCEPTED = 0.9
 
 
 @dataclass(frozen=True)
@@ -143,9 +141,10 @@ class Game:
         )
         for _ in range(steps):
             await trainer.step()
-        scorer = self.players.scorer(verifier)
-        helpful = [r for r in minted if r.problem_id in held_out and r.grade.correct and r.role is Role.HELPFUL]
-        return verifier, scorer, acceptance_threshold(await scorer.score(helpful), ACCEPTED)
+        scorer, apart = self.players.scorer(verifier), [r for r in minted if r.problem_id in held_out]
+        right = await scorer.score([r for r in apart if r.grade.correct and r.role is Role.HELPFUL])
+        wrong = await scorer.score([r for r in apart if not r.grade.correct])
+        return verifier, scorer, separating_threshold(right, wrong)
 
     # --- part 3: the prover -------------------------------------------------------------------------------------------
 

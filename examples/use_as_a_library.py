@@ -32,7 +32,9 @@ with pvg.VerifierScorer.load(run) as scorer:
     scores = scorer.score_texts(PROBLEM, list(SOLUTIONS.values()))
     print(f"The verifier accepts scores from {scorer.threshold:.2f} on.")
 for (name, text), score in zip(SOLUTIONS.items(), scores, strict=True):
-    print(f"{score:7.2f}  {name:<12} {text}")
+    print(f"{score:7.2f}  {name:<12} {text}  {'accepted' if score >= scorer.threshold else 'refused'}")
+if max(scores) > scores[0]:
+    print("A wrong text has the highest score: this verifier had one short round. Without SMALL, a game has five.")
 
 # %% The settings, and the paths of the weights.
 print(run.experiment.task)

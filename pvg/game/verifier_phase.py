@@ -38,7 +38,7 @@ from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.batch import BatchSource
 from pvg.training.trainer import GradientWorkers, OptimizerSettings, Trainer
-from pvg.verifier.calibration import ACCEPTANCE, acceptance_threshold, auc, common_scales, disagreement, member_scores
+from pvg.verifier.calibration import auc, common_scales, disagreement, member_scores, separating_threshold
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoringModel
@@ -387,19 +387,19 @@ async def minted_roles(session: Session, view: PairView) -> NDArray[np.bool_]:
 
 
 def calibration(correct_N: NDArray[np.bool_], helpful_N: NDArray[np.bool_], scores_N: Float32) -> dict[str, float]:
-    """The AUC of correct against incorrect solutions, and the score that a share ACCEPTANCE of the correct helpful ones
-    reach (of all correct ones, if the helpful role has none).
+    """The AUC of correct against incorrect solutions, and the score that best separates the correct helpful ones (all
+    correct ones, if the helpful role has none) from the incorrect ones.
 
-    Correct solutions of the sneaky role are failed attempts to be wrong, and often look like flaws. With them, the
-    threshold fell so low in one round that the verifier accepted 62% of the flaws, while 90% of the prover's correct
-    helpful solutions scored above 88% of its flaws (docs/results/embedded-game.md).
+    Correct solutions of the sneaky role are failed attempts to be wrong, and often look like flaws, so they do not
+    count. A threshold that a fixed share of the correct solutions reaches falls among the flaws where the scores of
+    correct solutions have a long lower tail (docs/results/embedded-game.md has both figures).
     """
     wanted_N = correct_N & helpful_N
     if not wanted_N.any():
         wanted_N = correct_N
     return {
         "verifier_auc": auc(scores_N[correct_N], scores_N[~correct_N]),
-        "threshold": acceptance_threshold(scores_N[wanted_N], ACCEPTANCE),
+        "threshold": separating_threshold(scores_N[wanted_N], scores_N[~correct_N]),
     }
 
 

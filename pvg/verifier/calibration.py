@@ -17,8 +17,7 @@ from pvg.records import Float32, Scorable
 from pvg.telemetry.spans import run_in, span
 from pvg.verifier.data import VerifierTemplate, padded_batches
 
-# A threshold accepts this share of correct solutions. Training does not use thresholds. Reports show shares of accepted
-# solutions, and a constant makes them comparable between runs.
+# At a threshold that this share of correct solutions reaches, reports compare how well verifiers rank.
 ACCEPTANCE = 0.9
 
 
@@ -61,6 +60,20 @@ def acceptance_threshold(correct_scores: NDArray[Any], share: float) -> float:
     return float(np.sort(correct_scores)[correct_scores.size - needed])
 
 
+def separating_threshold(correct_scores: NDArray[Any], wrong_scores: NDArray[Any]) -> float:
+    """The score of a correct solution at which the share of correct solutions that reach it is furthest above the share
+    of wrong ones: the largest J of Youden (doi:10.1002/1097-0142(1950)3:1<32), which has the best balanced accuracy.
+
+    Of equally good scores the lowest. Without wrong solutions the lowest score, without correct ones NaN.
+    """
+    if not correct_scores.size:
+        return math.nan
+    right, wrong = np.sort(correct_scores), np.sort(wrong_scores)
+    levels_L = np.unique(right)
+    gains_L = np.searchsorted(wrong, levels_L) / max(1, wrong.size) - np.searchsorted(right, levels_L) / right.size
+    return float(levels_L[int(np.argmax(gains_L))])
+
+
 def balanced_accuracy(accepted_N: NDArray[np.bool_], correct_N: NDArray[np.bool_]) -> float:
     """The mean of the shares of correct solutions that are accepted and of wrong ones that are not; 1/2 is chance."""
     return float((accepted_N[correct_N].mean() + 1.0 - accepted_N[~correct_N].mean()) / 2.0)
@@ -75,12 +88,10 @@ def accepted_by_halves(
     accepted_N = np.zeros(len(scores_N), dtype=bool)
     for half in (0, 1):
         own_N = problem_N % 2 == half
-        right, wrong = (np.sort(scores_N[~own_N & (correct_N == kind)]) for kind in (True, False))
+        right, wrong = (scores_N[~own_N & (correct_N == kind)] for kind in (True, False))
         if not right.size or not wrong.size:
             return None
-        levels_L = np.unique(scores_N[~own_N])
-        gains_L = np.searchsorted(wrong, levels_L) / wrong.size - np.searchsorted(right, levels_L) / right.size
-        accepted_N |= own_N & (scores_N >= levels_L[int(np.argmax(gains_L))])
+        accepted_N |= own_N & (scores_N >= separating_threshold(right, wrong))
     return accepted_N
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +112,12 @@ def test_whoever_opens_the_round_gets_the_whole_ensemble(whole: RunDirectory) ->
     version, threshold, scores_N, correct_N = asyncio.run(judged())
     assert (version, threshold) == (meta["version"], meta["threshold"])
     helpful_N = np.array([r.role is Role.HELPFUL for r in held_out])
-    solutions = sorted(scores_N[correct_N & helpful_N].tolist(), reverse=True)
+    solutions = scores_N[correct_N & helpful_N]
     assert 0 < len(solutions) < correct_N.sum()
-    assert threshold == solutions[math.ceil(0.9 * len(solutions)) - 1]
+    gains = {
+        level: (solutions >= level).mean() - (scores_N[~correct_N] >= level).mean() for level in solutions.tolist()
+    }
+    assert gains[threshold] == max(gains.values())
     (phase,) = [
         row for row in JsonLinesReader(whole.metrics) if row["kind"] == "phase" and row["phase"] == "train_verifier"
     ]

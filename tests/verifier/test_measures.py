@@ -12,6 +12,7 @@ from pvg.verifier.calibration import (
     balanced_accuracy,
     balanced_lead,
     matthews,
+    separating_threshold,
 )
 
 SCORES = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.5, 0.5, 3.0]) | st.floats(-1e30, 1e30), max_size=30).map(np.array)
@@ -60,6 +61,23 @@ def test_at_least_the_share_is_accepted_and_no_higher_threshold_would_do(scores,
     higher = scores[scores > threshold]
     if higher.size:
         assert np.mean(scores >= higher.min()) < share
+
+
+def test_the_threshold_that_separates_by_hand():
+    right, wrong = np.array([0.0, 2.0, 3.0, 4.0]), np.array([-1.0, 0.5, 1.0, 3.5])
+    assert separating_threshold(right, wrong) == 2.0  # 3 of 4 reach it, and 1 of 4 wrong ones
+    assert separating_threshold(right, np.array([])) == 0.0
+    assert math.isnan(separating_threshold(np.array([]), wrong))
+
+
+@given(right=SCORES.filter(len), wrong=SCORES.filter(len))
+def test_no_score_separates_better_than_the_threshold(right, wrong):
+    def gain(level):
+        return np.mean(right >= level) - np.mean(wrong >= level)
+
+    threshold = separating_threshold(right, wrong)
+    assert threshold in right
+    assert gain(threshold) >= max(gain(level) for level in np.concatenate([right, wrong])) - 1e-12
 
 
 def test_the_matthews_correlation_by_hand_and_as_a_correlation():
