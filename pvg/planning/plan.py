@@ -627,7 +627,8 @@ def _advice(experiment: Experiment, work: BatchWork) -> Iterator[str]:
     elif _loads(experiment, "rollout.prefetch", "fresh"):
         says = (
             "With sampling ahead (rollout.prefetch = 'fresh') a batch takes at least "
-            f"{sample_seconds(bounds.overlap_s)} instead of {sample_seconds(least_s)}"
+            f"{sample_seconds(bounds.overlap_s)} instead of {sample_seconds(least_s)}, but is sampled with older "
+            "weights, which changes what is learned"
         )
     else:
         says = "Other settings of this experiment exclude sampling ahead (rollout.prefetch)"

@@ -52,7 +52,9 @@ NOTHING_TO_SET = "pvg knows no setting that would help."
 
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 TIMINGS: dict[str, str] = _DATA["timings"]  # quantity -> its row of the table
-ADVICE: dict[str, tuple[str, str]] = _DATA["advice"]  # cause -> what to change, and the keys of settings
+# Cause -> what to change, the keys of settings, and what else that changes: a name in CHANGES.
+ADVICE: dict[str, tuple[str, str, str]] = _DATA["advice"]
+CHANGES: dict[str, str] = _DATA["changes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class Evidence:
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A signature that was seen. `measured` is compared with `threshold`, both as `criterion` says; `cost_s` seconds
-    are lost, `share` of the time of the run."""
+    are lost, `share` of the time of the run. `settings` and `remedy` leave what is learned as it is; `changes` says
+    what else they change. `trade_offs` are settings that change what is learned, which `trade` explains."""
 
     signature: str
     says: str
@@ -75,6 +78,9 @@ class Finding:
     share: float
     settings: tuple[str, ...]
     remedy: str
+    changes: str
+    trade_offs: tuple[str, ...]
+    trade: str
     evidence: tuple[Evidence, ...]
 
 
@@ -428,6 +434,8 @@ OF_WORKERS = ("idle-workers", "unbalanced-workers")  # not asked of a run withou
 
 def _finding(times: RunTimes, signature: str, found: Criterion) -> Finding:
     chosen = [ADVICE[name] for name in found.advice]
+    plain = [advice for advice in chosen if advice[2] != "learned"]
+    trades = [advice for advice in chosen if advice[2] == "learned"]
     return Finding(
         signature,
         found.says,
@@ -436,10 +444,21 @@ def _finding(times: RunTimes, signature: str, found: Criterion) -> Finding:
         found.threshold,
         cost_s=found.cost_s,
         share=times.share(found.cost_s),
-        settings=tuple(dict.fromkeys(key for _, keys in chosen for key in keys.split())),
-        remedy=" ".join(sentence for sentence, _ in chosen) or NOTHING_TO_SET,
+        settings=_keys(plain),
+        remedy=_sentences(plain) or NOTHING_TO_SET,
+        changes=" ".join(dict.fromkeys(CHANGES[advice[2]] for advice in plain if advice[2])),
+        trade_offs=_keys(trades),
+        trade=f"{CHANGES['learned']} {_sentences(trades)}" if trades else "",
         evidence=times.quantities[found.evidence].worst(),
     )
+
+
+def _keys(advice: Sequence[tuple[str, str, str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(key for _, keys, _ in advice for key in keys.split()))
+
+
+def _sentences(advice: Sequence[tuple[str, str, str]]) -> str:
+    return " ".join(sentence for sentence, _, _ in advice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,7 +535,9 @@ def _shown(number: int, finding: Finding) -> Group:
     rows = [("seen", finding.says), ("criterion", f"{finding.criterion}: {measured} (threshold {threshold})")]
     if finding.settings:
         rows.append(("change", ", ".join(finding.settings)))
-    rows.append(("" if finding.settings else "advice", finding.remedy))
+    rows.append(("" if finding.settings else "advice", f"{finding.remedy} {finding.changes}".strip()))
+    if finding.trade:
+        rows += [("trade-off", ", ".join(finding.trade_offs)), ("", finding.trade)]
     for place, evidence in enumerate(finding.evidence):
         rows.append(("" if place else "evidence", f"{evidence.where}  {evidence.text}"))
     return Group(head, Padding(pairs(rows), (0, 0, 0, 3)))

@@ -10,9 +10,20 @@ import pytest
 from diagnosed_runs import recorded
 from run_samples import begin
 
+from pvg.config.experiment import UNHASHED_SECTIONS
 from pvg.config.load import valid_keys
 from pvg.errors import UsageError
-from pvg.reporting.diagnosis import ADVICE, SIGNATURES, TICK_S, Diagnosis, Evidence, Quantity, RunTimes, diagnose
+from pvg.reporting.diagnosis import (
+    ADVICE,
+    CHANGES,
+    SIGNATURES,
+    TICK_S,
+    Diagnosis,
+    Evidence,
+    Quantity,
+    RunTimes,
+    diagnose,
+)
 from pvg.reporting.run_summary import read_run
 from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.waits import LagLimits, LagWindow
@@ -59,26 +70,11 @@ def test_a_front_end_queue_is_told_with_its_largest_waits(
 
 # What is slow -> the signatures, the cost of the first in seconds, and its settings ("*": any).
 SLOW: list[tuple[dict[str, Any], str, float, str]] = [
-    (
-        {"load_s": 0.8},
-        "engine-reload",
-        32.0,
-        "models.precision weights.transport.kind weights.root training.groups training.minibatches",
-    ),
+    ({"load_s": 0.8}, "engine-reload", 32.0, "weights.root"),
     ({"commit_s": 0.9}, "checkpoint", 36.0, "store.commit_every store.root"),
-    (
-        {"idle_s": 3.0, "truncated": 0.1},
-        "starved-trainer",
-        120.0,
-        "rollout.concurrency rollout.engine.max_rows rollout.prefetch.kind rollout.max_tokens training.minibatches",
-    ),
+    ({"idle_s": 3.0, "truncated": 0.1}, "starved-trainer", 120.0, "rollout.concurrency rollout.engine.max_rows"),
     ({"idle_s": 3.0, "phase": "train_verifier"}, "starved-trainer", 120.0, ""),  # no rollouts are missing there
-    (
-        {"group_max_s": 0.45},
-        "stragglers",
-        40 * 0.35,
-        "rollout.engine.max_rows rollout.deadline.kind rollout.deadline.seconds",
-    ),
+    ({"group_max_s": 0.45}, "stragglers", 40 * 0.35, "rollout.engine.max_rows"),
     ({"lag_s": 0.6}, "loop-lag", 24.0, "rollout.concurrency"),
     # The threads waited for 1000 of 2500 ms in each window.
     ({"waited_s": 1.0, "lag_s": 0.6}, "shared-machine loop-lag", 40.0, "models.threads"),
@@ -86,13 +82,8 @@ SLOW: list[tuple[dict[str, Any], str, float, str]] = [
     # pvg alone uses the machine, with more threads than cores.
     ({"waited_s": 1.0, "threads": 8, "busy_cores": 1.9, "own_cores": 1.85}, "shared-machine", 40.0, "models.threads"),
     ({"workers": (0.8, 0.9, 0.0)}, "", 0.0, ""),
-    (
-        {"workers": (0.3, 0.4, 0.0)},
-        "idle-workers",
-        0.7 * 64,
-        "cluster.max_workers training.groups rollout.prefetch.kind",
-    ),
-    ({"workers": (0.6, 0.9, 0.0)}, "unbalanced-workers", 0.3 * 64, "training.groups"),
+    ({"workers": (0.3, 0.4, 0.0)}, "idle-workers", 0.7 * 64, "cluster.max_workers"),
+    ({"workers": (0.6, 0.9, 0.0)}, "unbalanced-workers", 0.3 * 64, ""),
     # The driver's threads hardly wait, the workers for half of their time: 2.5 s in each of 20 windows.
     ({"workers": (0.8, 0.9, 4.0)}, "shared-machine", 50.0, "models.threads"),
     ({"idle_s": 5.0, "load_s": 0.6, "commit_s": 0.9}, "starved-trainer checkpoint engine-reload", 200.0, "*"),
@@ -114,7 +105,21 @@ def test_what_is_slow_is_found_with_its_cost_and_its_settings(
 
 def test_every_signature_has_a_case_and_every_setting_that_is_named_exists() -> None:
     assert {name for _, names, _, _ in SLOW for name in names.split()} | {"front-end-queue"} == set(SIGNATURES)
-    assert {key for _, keys in ADVICE.values() for key in keys.split()} <= set(valid_keys())
+    assert {key for _, keys, _ in ADVICE.values() for key in keys.split()} <= set(valid_keys())
+
+
+def test_advice_names_what_else_it_changes_and_sells_no_change_of_learning_as_a_speed_up(tmp_path: Path) -> None:
+    hashed = {name for name, (_, keys, _) in ADVICE.items() if hashed_sections(keys)}
+    assert hashed == {name for name in hashed if ADVICE[name][2] in CHANGES}
+    (starved,) = of(tmp_path, idle_s=3.0, truncated=0.1).findings
+    assert starved.trade_offs == ("rollout.prefetch.kind", "rollout.max_tokens", "training.minibatches")
+    assert starved.settings == ("rollout.concurrency", "rollout.engine.max_rows")
+    assert CHANGES["draws"] in starved.changes
+    assert CHANGES["learned"] in starved.trade
+
+
+def hashed_sections(keys: str) -> set[str]:
+    return {key.partition(".")[0] for key in keys.split()} - UNHASHED_SECTIONS
 
 
 def test_loop_lag_above_a_warning_level(tmp_path: Path) -> None:
