@@ -22,10 +22,11 @@ from pvg.records import BASE_SOURCE, Role, source_of_round
 from pvg.reporting.charts import ChartLine, HeatCell, Interval, ReferenceLine, XAxis, line_chart, round_axis
 from pvg.reporting.formats import ABSENT
 from pvg.reporting.solutions import Example, shown_solution
-from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, Where, chart, elements
+from pvg.reporting.table import Column, PageSection, Table, TableCell, TemplateMacros, Where, chart, elements
 from pvg.reporting.terminal import QUIET, examples_list, section
 
 RARE = 0.01  # share of a kind of flaw that the table leaves out
+FEW = 30  # samples; numbers of fewer are greyed
 SHADES = 6  # run-0 to run-5 of the style sheet
 ATTACKS = ("src", "cgc", "goodhart")
 ASIDE = 0.05  # of a round between kinds of attack: all censored attacks end at the same limit and would hide each other
@@ -133,11 +134,17 @@ def _tables(report: EvaluationReport) -> Iterator[EvaluationTable]:
         ]
         table = Table(columns, narrow=True)
         for row in ROWS[spec["rows"]](report):
-            table.add(*(estimate_text(value, int(part[3] or 2)) for value, part in zip(row, parts, strict=True)))
+            table.add(*(_cell(value, int(part[3] or 2)) for value, part in zip(row, parts, strict=True)))
         if spec["rows"] == "localisation" and not table and any(found.localisation for found in report.rounds):
             table.caption = "Not known by this task."
         examples = attack_examples(report) if spec["rows"] == "kinds" else []
         yield EvaluationTable(spec["title"], table, spec["reading"], examples)
+
+
+def _cell(value: Value, digits: int) -> str | TableCell:
+    """A number of few samples is greyed."""
+    text = estimate_text(value, digits)
+    return TableCell(text, "quiet") if isinstance(value, Estimate) and value.n < FEW else text
 
 
 def estimate_text(value: Value, digits: int) -> str:
@@ -164,12 +171,17 @@ def _exploit(report: EvaluationReport) -> Rows:
         if attack.status in ("no_reference", "no_signal", "diverged"):
             steps = attack.status.replace("_", " ")
         elif attack.status == "censored":
-            steps = f"> {attack.limit}"
+            steps = f"> {attack.limit}" if answers(attack) else "no answer"
         check = attack.check
-        last = (
-            (check.error_rate, check.gap, check.accepted, check.error_rate.n) if check else (*[None] * 3, attack.reason)
-        )
-        yield round_, attack.kind, steps, attack.closest_gap, attack.closest_step, *last
+        fooled: Sequence[Value] = (check.accepted, check.accepted.n) if check else (None, "")
+        last = (check.error_rate, check.gap, check.error_rate.n) if check else (None, None, attack.reason)
+        yield round_, attack.kind, *fooled, steps, attack.closest_gap, attack.closest_step, *last
+
+
+def answers(attack: AttackRecord) -> bool:
+    """Whether the attack says something about the verifier. One whose solutions were never wrong often enough, or that
+    could not learn, could not succeed."""
+    return attack.status == "found" or (attack.status == "censored" and attack.closest_gap is not None)
 
 
 def _kinds_of_flaws(report: EvaluationReport) -> Rows:
@@ -198,11 +210,17 @@ def attack_examples(report: EvaluationReport) -> list[Example]:
 def _detection(report: EvaluationReport) -> Rows:
     for found in report.rounds:
         if found.detection:
-            whole = found.detection.completeness
-            yield found.round, "helpful solutions", whole.n, whole.problems, whole, "", ""
+            helpful = found.detection.accepted_correct
+            yield found.round, "correct helpful solutions", helpful.n, helpful.problems, helpful, "", ""
             for flaws in found.detection.sources:
-                sound = flaws.soundness
-                yield "", f"flaws of {flaws.source}", sound.n, sound.problems, "", sound, flaws.auc
+                fooled = other_share(flaws.soundness)
+                yield "", f"flaws of {flaws.source}", fooled.n, fooled.problems, "", fooled, flaws.auc
+
+
+def other_share(share: Estimate) -> Estimate:
+    """1 minus a share: the fooled rate of a soundness."""
+    value, low, high = (None if x is None else 1.0 - x for x in (share.value, share.high, share.low))
+    return replace(share, value=value, low=low, high=high)
 
 
 def _best_of_n(report: EvaluationReport) -> Rows:
@@ -286,8 +304,9 @@ ROWS: dict[str, Callable[[EvaluationReport], Rows]] = {
 
 def evaluation_charts(report: EvaluationReport) -> list[Markup]:
     """Empty where a part was not measured."""
-    charts = (_exploit_chart, _auc_chart, _roc_chart, _balanced_chart, _natural_chart, _reliability_chart, _tax_chart)
-    return [chart(report) for chart in charts]
+    attacked = (_fooled_chart, _exploit_chart, _auc_chart, _roc_chart)
+    others = (_balanced_chart, _natural_chart, _reliability_chart, _tax_chart)
+    return [chart(report) for chart in (*attacked, *others)]
 
 
 def _line(name: str, style: str, points: Iterable[tuple[float | None, Estimate]], dash: str = "") -> ChartLine:
@@ -301,13 +320,33 @@ def _by_round(report: EvaluationReport) -> XAxis:
     return round_axis([found.round for found in report.rounds])
 
 
+def _fooled_chart(report: EvaluationReport) -> Markup:
+    """The flaws of new attackers, and of the rounds' own provers, that the verifier accepts. An attack that could not
+    succeed has no point: a fooled rate of 0 would be no answer."""
+    attacks, lines = list(_checks(report)), []
+    for place, kind in enumerate(ATTACKS):
+        own = [(round_, check.accepted) for round_, each, check in attacks if each.kind == kind and answers(each)]
+        points = [(round_ + ASIDE * (place - 1), share) for round_, share in own]
+        lines.append(_line(f"new {kind} attackers", f"run-{place}", points))
+    detected = [(found.round, found.detection.sources) for found in report.rounds if found.detection]
+    same = [(n, each) for n, sources in detected for each in sources if each.source == source_of_round(n)]
+    shares = [(float(n), other_share(each.soundness)) for n, each in same]
+    lines.append(_line("the round's own prover", "sneaky", shares, "dashed"))
+    silent = sum(not answers(attack) for _, attack in _attacks(report))
+    note = f"{counted(silent, 'attack')} could not succeed, and so gave no answer." if silent else ""
+    return line_chart(
+        "Fooled rate", lines, _by_round(report), "share", unit="flaws that the verifier accepts", note=note
+    )
+
+
 def _exploit_chart(report: EvaluationReport) -> Markup:
     attacks, lines = list(_attacks(report)), []
     for place, kind in enumerate(ATTACKS):
-        own = [(round_, attack.steps) for round_, attack in attacks if attack.kind == kind]
+        own = [(round_, attack.steps) for round_, attack in attacks if attack.kind == kind and answers(attack)]
         points = [(round_ + ASIDE * (place - 1), float(steps)) for round_, steps in own if steps is not None]
         lines.append(ChartLine(kind, [points], f"run-{place}", dots=True))
-    limits = [ReferenceLine(float(limit), "limit") for limit in sorted({attack.limit for _, attack in attacks})]
+    tried = {attack.limit for _, attack in attacks if answers(attack)}
+    limits = [ReferenceLine(float(limit), "limit") for limit in sorted(tried)]
     unit = "optimizer steps of a fresh attacker; at the limit: no exploit was found"
     return line_chart("Steps to exploit", lines, _by_round(report), "number", zero=True, references=limits, unit=unit)
 

@@ -77,6 +77,29 @@ def attacked(round_: int, *kinds: str) -> RoundEvaluation:
     return RoundEvaluation(round=round_, exploit=[attack])
 
 
+def attempt(round_: int, status: str, closest_gap: float | None, accepted: float) -> RoundEvaluation:
+    share = Estimate(value=accepted, low=0.0, high=1.0, n=100, problems=20)
+    check = AttackCheck(error_rate=NUMBER, gap=NUMBER, accepted=share, threshold=0.0, kinds=[], examples=[])
+    attack = AttackRecord.model_validate(
+        {"kind": "cgc", "status": status, "limit": 9, "window": 2, "reference": NUMBER, "steps": 9,
+         "closest_gap": closest_gap, "check": check}
+    )  # fmt: skip
+    return RoundEvaluation(round=round_, exploit=[attack])
+
+
+def test_the_first_chart_is_the_fooled_rate_and_an_attack_that_could_not_succeed_has_no_point() -> None:
+    attempts = attempt(0, "found", 0.0, 0.99), attempt(1, "censored", 0.4, 0.25), attempt(2, "censored", None, 0.0)
+    page = shown(report_of(*attempts))
+    fooled, steps = page.charts[:2]
+    assert [style for chart in (fooled, steps) if (style := chart["y"]["style"])] == ["share", "number"]
+    assert fooled["series"][0]["y"] == [0.99, 0.25]
+    assert steps["series"][0]["y"] == [9.0, 9.0]
+    assert "1 attack could not succeed" in page.text
+    text = printed(report_of(*attempts), 140)
+    assert text.count("no answer") == 1 + 1  # of the table, and of how to read it
+    assert "0.25 [0.00,1.00] 100 > 9" in text
+
+
 def test_each_source_of_flaws_has_a_curve() -> None:
     page = page_of(flaws("base"), flaws("round-000"), flaws("attack-cgc"))
     (roc,) = [chart for chart in page.charts if chart["x"]["label"] == "false-positive rate"]
