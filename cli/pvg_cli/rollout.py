@@ -77,9 +77,12 @@ def rollout(
 
 
 def _print_samples(outcome: GameOutcome, as_json: bool) -> None:
+    from rich.console import Group
+    from rich.text import Text
+
     from pvg.reporting.run_summary import read_run
-    from pvg.reporting.solutions import choose_examples
-    from pvg.reporting.terminal import report
+    from pvg.reporting.solutions import choose_examples, what_was_sampled
+    from pvg.reporting.terminal import examples_list, headline, section
     from pvg.store.run_directory import RunDirectory
     from pvg_cli.output import stdout
     from pvg_cli.runs import report_command
@@ -89,7 +92,9 @@ def _print_samples(outcome: GameOutcome, as_json: bool) -> None:
         document = {"status": outcome.status, "run": run.name, "path": str(run.path), "seconds": outcome.seconds}
         emit({**document, "metrics": outcome.rounds[-1] if outcome.rounds else {}})
     else:
-        stdout().print(report(read_run(run), choose_examples(run)))
-        say(f"\nTo show this again: {report_command(run)}")
+        examples = examples_list(choose_examples(run))
+        said = map(Text, what_was_sampled(run))
+        stdout().print(Group(headline(read_run(run)), *said, *section("Example solutions", examples)))
+        say(f"\nAll solutions, time and machine: {report_command(run)}")
     if outcome.status == "interrupted":
         raise typer.Exit(EXIT_STOPPED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import gzip
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ import orjson
 from numpy.typing import NDArray
 
 from pvg.errors import StateError, counted
-from pvg.records import Role, Rollout, source_of_round
+from pvg.records import Role, Rollout, flaw_kind, source_of_round
 from pvg.reporting.formats import phase_label
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.table import PageKind, TemplateMacros, elements, page, showable
@@ -28,6 +29,7 @@ from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 
 LONGEST_LINE = 400  # characters of an answer and of a grader's note, which a user's task may write
+MOST_REASONS = 5  # why solutions are malformed
 LONGEST = 4000  # characters of a solution; the rest can be read in the shard
 STEP = re.compile(r"\bstep (\d+)\b")
 
@@ -179,6 +181,30 @@ def scored_rollouts(run: RunDirectory) -> Iterator[list[Rollout]]:
                 newest = max((rollout.source for rollout in rollouts), key=_age)
                 yield [rollout for rollout in rollouts if rollout.source == newest]
                 break
+
+
+def what_was_sampled(run: RunDirectory) -> list[str]:
+    """Sentences on the samples of `pvg rollout`: what a verifier could learn from, how each role did, and why solutions
+    are malformed."""
+    shards = RolloutShards(run.path)
+    rollouts = [rollout for info in committed_shards(run) for rollout in shards.read(info)]
+    seen: dict[str, set[bool]] = {}
+    for rollout in rollouts:
+        seen.setdefault(rollout.problem_id, set()).add(rollout.grade.correct)
+    both = sum(len(kinds) == 2 for kinds in seen.values())
+    says = [f"{both} of {counted(len(seen), 'problem')} have both correct and wrong solutions, which a verifier needs."]
+    for role in Role:
+        if own := [rollout for rollout in rollouts if rollout.role is role]:
+            correct = sum(rollout.grade.correct for rollout in own)
+            malformed = sum(not rollout.grade.well_formed for rollout in own)
+            cut = sum(rollout.finish_reason == "length" for rollout in own)
+            of = f"{correct} of {counted(len(own), 'solution')} correct"
+            says.append(f"{role.value}: {of}, {malformed} malformed, {cut} cut off at rollout.max_tokens.")
+    kinds = Counter(flaw_kind(r.grade.note) or "no reason given" for r in rollouts if not r.grade.well_formed)
+    if kinds:
+        reasons = (f"{count} {kind}" for kind, count in kinds.most_common(MOST_REASONS))
+        says.append(f"Malformed: {', '.join(reasons)}.")
+    return says
 
 
 def committed_shards(run: RunDirectory) -> list[ShardInfo]:

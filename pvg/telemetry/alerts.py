@@ -79,9 +79,10 @@ class Alerts:
     def check(self, metrics: Mapping[str, float], *, new_batch: bool = True) -> list[Alert]:
         """The alerts that begin with this step. The averages count each batch once: pass `new_batch` = False for a
         further step on the same batch."""
+        first = not self.averages
         if new_batch:
             self._average(metrics)
-        found = self._conditions(metrics)
+        found = self._conditions(metrics, from_the_start=first)
         new = [alert for condition, alert in found.items() if condition not in self.active]
         unknown = {kind for kind, metric in OF_ONE_METRIC.items() if metric not in metrics}
         self.active = set(found) | (self.active & unknown)
@@ -111,8 +112,9 @@ class Alerts:
         if self.judged >= JUDGED:
             self.highest_mcc = max(self.highest_mcc, self.averages["verifier_mcc"])
 
-    def _conditions(self, metrics: Mapping[str, float]) -> dict[str, Alert]:
+    def _conditions(self, metrics: Mapping[str, float], *, from_the_start: bool) -> dict[str, Alert]:
         """The alerts whose conditions hold now, by condition: both roles can collapse, one after the other."""
+        start = " from the first step of this phase" if from_the_start else ""
         infinite = [Alert("nan", f"{name} is {value}") for name, value in metrics.items() if math.isinf(value)]
         found = {"nan": infinite[0]} if infinite else {}
         mean = self.averages
@@ -126,7 +128,7 @@ class Alerts:
             ]
         for name, what in collapses:
             if mean.get(name, 1.0) < COLLAPSE:
-                found[f"collapse {name}"] = Alert("collapse", f"The {what}: {name} is {mean[name]:.2f}.")
+                found[f"collapse {name}"] = Alert("collapse", f"The {what}{start}: {name} is {mean[name]:.2f}.")
         if mean.get("zero_signal", 0.0) > ZERO_SIGNAL:
             says = f"{mean['zero_signal']:.0%} of the groups have equal rewards, so they give no gradient."
             found["zero_signal"] = Alert("zero_signal", says)

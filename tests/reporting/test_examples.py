@@ -12,7 +12,7 @@ from run_samples import begin, commit, played, rollout, state
 
 from pvg.records import Grade, Role, SolverSolution, Turn
 from pvg.reporting.run_page import markup
-from pvg.reporting.solutions import choose_examples, shown_solution
+from pvg.reporting.solutions import choose_examples, shown_solution, what_was_sampled
 from pvg.reporting.terminal import examples_list
 from pvg.store.atomic import DamagedFileError
 
@@ -96,3 +96,19 @@ def test_a_dialogue_shows_its_turns_and_a_translation_what_it_was_made_of(tmp_pa
     assert "after the solution: score +2.000" in shown
     assert "prover: 7+5=3; (score -1.000)" in shown
     assert "solver: by the solver" in shown
+
+
+def test_samples_say_how_many_problems_have_both_kinds_and_why_solutions_are_malformed(tmp_path: Path) -> None:
+    malformed = {"grade": Grade(False, False, None, "no final answer"), "problem_id": "p-1", "finish_reason": "length"}
+    rows = [
+        rollout("1", Role.HELPFUL, correct=True, score=None),
+        rollout("2", Role.HELPFUL, correct=True, score=None),
+        rollout("3", Role.SNEAKY, correct=False, score=None, **malformed),
+    ]
+    run = begin(tmp_path)
+    commit(run, state("init"), {"rollouts-00000": rows})
+    both, helpful, sneaky, reasons = what_was_sampled(run)
+    assert both.startswith("1 of 2 problems")
+    assert helpful.startswith("helpful: 2 of 2 solutions correct, 0 malformed, 0 cut off")
+    assert sneaky.startswith("sneaky: 0 of 1 solution correct, 1 malformed, 1 cut off")
+    assert reasons == "Malformed: 1 no final answer."

@@ -35,6 +35,16 @@ def test_collapse_is_told_once_until_it_ends_and_begins_again():
     assert names_of_many(alerts, sick) == ["collapse"]
 
 
+def test_a_collapse_from_the_first_step_is_told_as_one_and_its_remedy_is_a_warm_start():
+    sick, well = {"helpful_accuracy": 0.02}, {"helpful_accuracy": 0.9}
+    (weak,) = Alerts(two_roles=True).check(HEALTHY | sick)
+    fallen = Alerts(two_roles=True)
+    fallen.check(HEALTHY | well)
+    (fell,) = (alert for _ in range(40) for alert in fallen.check(HEALTHY | sick))
+    assert ("first step" in weak.message, "first step" in fell.message) == (True, False)
+    assert "[warmup]" in REMEDIES["collapse"]
+
+
 def test_one_odd_step_is_no_collapse_and_one_role_has_no_sneaky_collapse():
     alerts = Alerts(two_roles=True)
     names(alerts, HEALTHY)
