@@ -153,6 +153,8 @@ async def _round_metrics(
     own = fresh[source_of_round(round_)]
     base = fresh[BASE_SOURCE] if round_ == 0 else await _earlier(session, scorer, 0, BASE_SOURCE)
     metrics = play_metrics(own, threshold)
+    metrics["tested"] = float(own.helpful_N.sum())
+    metrics["solved"], metrics["flaws"] = float(own.solved_N.sum()), float(own.flaws_N.sum())
     metrics["verifier_auc"] = verifier_auc(own)
     metrics["fooled_rate_at_90"] = fooled_rate_at(own, ACCEPTANCE)
     metrics["threshold"] = threshold

@@ -23,10 +23,9 @@ from pvg.reporting.charts import ChartLine, HeatCell, Interval, ReferenceLine, X
 from pvg.reporting.formats import ABSENT
 from pvg.reporting.solutions import Example, shown_solution
 from pvg.reporting.table import Column, PageSection, Table, TableCell, TemplateMacros, Where, chart, elements
-from pvg.reporting.terminal import QUIET, examples_list, section
+from pvg.reporting.terminal import FEW, QUIET, examples_list, section
 
 RARE = 0.01  # share of a kind of flaw that the table leaves out
-FEW = 30  # samples; numbers of fewer are greyed
 SHADES = 6  # run-0 to run-5 of the style sheet
 ATTACKS = ("src", "cgc", "goodhart")
 ASIDE = 0.05  # of a round between kinds of attack: all censored attacks end at the same limit and would hide each other

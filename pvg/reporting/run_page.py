@@ -186,6 +186,8 @@ def _tiles(summary: RunSummary) -> list[Tile]:
         value = last.get(name, series[-1] if series else None)
         if value is not None:
             since = "last step" if name not in last else f"base {metric_text(name, base[name])}" if name in base else ""
+            if (count := last.get(SHOWN["terminal"]["counted"].get(name, ""))) is not None:
+                since = ", ".join(filter(None, (since, f"n = {count:,.0f}")))
             line = spark(series or by_round, style)
             tiles.append((metric_display(name).label, metric_text(name, value), since, line, style))
     return tiles

@@ -5,6 +5,7 @@ The live display uses the same rounds table and budget bar, so a run looks the s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.errors import counted
-from pvg.evaluation.intervals import change_point
+from pvg.evaluation.intervals import change_point, wilson
 from pvg.reporting.formats import (
     HOME_PHASES,
     SHOWN,
@@ -58,6 +59,7 @@ TERMINAL = SHOWN["terminal"]
 ROUND_COLUMNS = {
     name: Column(title, "right", style, short, on) for name, title, style, short, on in TERMINAL["round_columns"]
 }
+FEW = 30  # solutions; numbers of fewer are greyed
 SMALL_PART = 0.005  # of the whole
 # The characters of the parts in a bar without colours.
 SHADES = "█▒▓░"
@@ -79,8 +81,24 @@ def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
     if base:
         table.add("base", *(metric_text(name, base.get(name)) for name in columns))
     for number in sorted(rounds):
-        table.add(str(number), *(metric_text(name, rounds[number].get(name)) for name in columns))
+        table.add(str(number), *(_measured(name, rounds[number]) for name in columns))
     return table
+
+
+def _measured(name: str, metrics: Mapping[str, float]) -> TableCell:
+    """The value of a round. One of few solutions is greyed."""
+    count = metrics.get(TERMINAL["counted"].get(name, ""), math.inf)
+    return TableCell(metric_text(name, metrics.get(name)), "quiet" if count < FEW else "")
+
+
+def counted_share(name: str, metrics: Mapping[str, float]) -> str:
+    """A share with its interval, where the round counted its solutions: `3.5 % (95 % interval 2.2 to 5.6 %)`. Wilson's
+    interval, as if the solutions were independent."""
+    share, count = metrics[name], metrics.get(TERMINAL["counted"].get(name, ""), 0.0)
+    if not count or math.isnan(share):
+        return metric_text(name, share)
+    low, high = wilson(share, count)
+    return f"{metric_text(name, share)} (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
 
 
 def rounds_with_outcome(rounds: Mapping[int, Mapping[str, float]]) -> Group:
@@ -109,7 +127,7 @@ def _before_and_after(rounds: Mapping[int, Mapping[str, float]], metric: str, sa
     number, base = max(rounds), base_metrics(rounds)
     if metric not in rounds[number]:
         return ""
-    after = metric_text(metric, rounds[number][metric])
+    after = counted_share(metric, rounds[number])
     if metric not in base:
         return f"{after} {says} after round {number}."
     return f"{metric_text(metric, base[metric])} {says} before the game, and {after} after round {number}."
@@ -120,7 +138,9 @@ def _own_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
     shares = {number: rounds[number][metric] for number in sorted(rounds) if metric in rounds[number]}
     if last not in shares:
         return ""
-    says = f"The verifier of round {last} accepted {metric_text(metric, shares[last])} of its round's flaws."
+    count, share = rounds[last].get("flaws"), counted_share(metric, rounds[last])
+    of = "flaws" if count is None else counted(round(count), "flaw")
+    says = f"The verifier of round {last} accepted {share} of its round's {of}."
     worst = max(shares, key=lambda number: shares[number])
     most = metric_text(metric, shares[worst])
     if most == metric_text(metric, shares[last]):

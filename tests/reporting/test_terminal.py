@@ -13,7 +13,8 @@ from run_samples import played, tell
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.solutions import choose_examples
-from pvg.reporting.terminal import alerts_list, merge_small, outcome, report
+from pvg.reporting.table import TableCell
+from pvg.reporting.terminal import alerts_list, merge_small, outcome, report, rounds_table
 from pvg.telemetry.catalogue import REMEDIES
 
 
@@ -83,6 +84,16 @@ def test_a_game_of_two_rounds() -> None:
         "The verifier of round 1 accepted 6.8 % of its round's flaws. The highest share was 11.0 %, in round 0.",
         "Each new verifier accepted at most 0.4 % of the previous round's flaws.",
     ]
+
+
+def test_shares_have_their_interval_and_those_of_few_solutions_are_grey() -> None:
+    few = {"helpful_accuracy": 0.5, "fooled_rate": 0.5, "tested": 100.0, "flaws": 10.0}
+    assert outcome({0: few})[-1] == (
+        "The verifier of round 0 accepted 50.0 % (95 % interval 23.7 to 76.3 %) of its round's 10 flaws."
+    )
+    (row,) = rounds_table({0: few}).rows
+    styles = {cell.style for cell in row if isinstance(cell, TableCell) and cell.text == "50.0 %"}
+    assert styles == {"", "quiet"}  # of 100 solutions, and of 10 flaws
 
 
 def test_what_was_not_measured_is_left_out() -> None:
