@@ -289,6 +289,10 @@ def test_a_bare_string_is_a_table_of_that_kind_wherever_it_stands(tmp_path: Path
     by_table = load_experiment(write(tmp_path, '[game.reward]\nkind = "cgc"'))
     by_override = load_experiment(write(tmp_path, ""), ["game.reward=cgc"])
     assert by_text == by_table == by_override
+    by_text, by_override = (
+        load_experiment(write(tmp_path, text), more)
+        for text, more in (('[game]\nreward = "goodhart"', []), ("", ["game.reward=goodhart"]))
+    )
     assert by_text.hash() == by_override.hash() != Experiment().hash()
     further = load_experiment(write(tmp_path, '[game]\nreward = "cgc"'), ["game.reward.floor=-3"]).game
     assert further.reward == CgcReward(floor=-3.0)
@@ -321,14 +325,14 @@ IMPOSSIBLE = [
     (["verifier.pairing=problem", "verifier.pairs=15"], "verifier.pairs = 15 is below the 16 pairs"),
     (["game.sneaky_share=0.0"], "game.sneaky_share = 0.0 leaves one"),
     (["game.reward=decoupled", "game.sneaky_share=1.0"], "game.sneaky_share = 1.0 leaves one"),
-    (["training.loss=spo", "rollout.group_size=1"], "game.reward = 'src' compares a score"),
+    (["game.reward=src", "training.loss=spo", "rollout.group_size=1"], "game.reward = 'src' compares a score"),
     (["rollout.deadline=cut", "training.minibatches=128"], "training.minibatches = 128 is above the 64 rollouts"),
     (
         ["rollout.deadline=cut", "training.loss=spo", "game.reward=cgc", "training.minibatches=4"],
         "training.minibatches = 4 is above the 2 rollouts",
     ),
     (
-        ["rollout.deadline=cut", "training.loss=spo"],
+        ["game.reward=src", "rollout.deadline=cut", "training.loss=spo"],
         "with training.loss = 'spo' rollout.deadline = 'cut' may leave a single one",
     ),
     (

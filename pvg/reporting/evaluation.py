@@ -303,9 +303,8 @@ ROWS: dict[str, Callable[[EvaluationReport], Rows]] = {
 
 def evaluation_charts(report: EvaluationReport) -> list[Markup]:
     """Empty where a part was not measured."""
-    attacked = (_fooled_chart, _exploit_chart, _auc_chart, _roc_chart)
-    others = (_balanced_chart, _natural_chart, _reliability_chart, _tax_chart)
-    return [chart(report) for chart in (*attacked, *others)]
+    charts = (_fooled_chart, _auc_chart, _roc_chart, _balanced_chart, _natural_chart, _reliability_chart, _tax_chart)
+    return [chart(report) for chart in charts]
 
 
 def _line(name: str, style: str, points: Iterable[tuple[float | None, Estimate]], dash: str = "") -> ChartLine:
@@ -336,18 +335,6 @@ def _fooled_chart(report: EvaluationReport) -> Markup:
     return line_chart(
         "Fooled rate", lines, _by_round(report), "share", unit="flaws that the verifier accepts", note=note
     )
-
-
-def _exploit_chart(report: EvaluationReport) -> Markup:
-    attacks, lines = list(_attacks(report)), []
-    for place, kind in enumerate(ATTACKS):
-        own = [(round_, attack.steps) for round_, attack in attacks if attack.kind == kind and answers(attack)]
-        points = [(round_ + ASIDE * (place - 1), float(steps)) for round_, steps in own if steps is not None]
-        lines.append(ChartLine(kind, [points], f"run-{place}", dots=True))
-    tried = {attack.limit for _, attack in attacks if answers(attack)}
-    limits = [ReferenceLine(float(limit), "limit") for limit in sorted(tried)]
-    unit = "optimizer steps of a fresh attacker; at the limit: no exploit was found"
-    return line_chart("Steps to exploit", lines, _by_round(report), "number", zero=True, references=limits, unit=unit)
 
 
 def _auc_chart(report: EvaluationReport) -> Markup:

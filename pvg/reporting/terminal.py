@@ -229,28 +229,22 @@ def percent_short(share: float) -> str:
 
 
 def report(summary: RunSummary, examples: Sequence[Example], *, state: RunState | None = None) -> Group:
-    """Everything that `pvg report` prints, in order, without empty parts. `state`: of the run (`state_word`)."""
+    """Everything that `pvg report` prints, in order, without empty parts; the page has more. `state`: of the run
+    (`state_word`)."""
     parts: list[RenderableType] = [headline(summary, state)]
+    if summary.alerts:
+        parts += section(f"Alerts ({len(summary.alerts)})", alerts_list(summary))
     if summary.rounds:
         parts += section("Rounds", Group(rounds_with_outcome(summary.rounds), *map(Text, judgements(summary))))
-    if summary.phases:
-        parts += section("Phases", phases_table(summary))
+    if examples:
+        parts += section("Example solutions", examples_list(examples))
     if summary.steps:
         parts += section("Metrics, step by step", metrics_table(summary))
     if summary.budget:
         caption = f"{duration(sum(summary.budget.values()))} over all steps"
         parts += section("Time budget", BudgetBar(summary.budget, caption))
-        if summary.hidden:
-            table = parts_table(summary.budget, summary.busy, summary.budget)
-            parts += [Text(), Padding(table, (0, 0, 0, 2))]
-    if machine := machine_facts(summary):
-        parts += section("Machine", pairs(machine))
-    if summary.alerts:
-        parts += section(f"Alerts ({len(summary.alerts)})", alerts_list(summary))
     if summary.warnings:
         parts += section("Warnings about the settings", Text("\n".join(summary.warnings), style="yellow"))
-    if examples:
-        parts += section("Example solutions", examples_list(examples))
     if summary.notes:
         parts += section("Notes", Text("\n".join(summary.notes), style="yellow"))
     return Group(*parts)
@@ -281,21 +275,6 @@ def headline(summary: RunSummary, state: RunState | None = None) -> Text:
         "  ",
         (word, {"good": "green", "warn": "yellow", "bad": "red"}[kind]),
     )
-
-
-def phases_table(summary: RunSummary) -> Table:
-    columns = [Column("round", "right"), Column("phase"), Column("steps", "right"), Column("time", "right")]
-    table = Table([*(replace(column, wrap=False) for column in columns), Column("", style="verifier")])
-    longest = max((phase.seconds for phase in summary.phases if phase.seconds is not None), default=0.0)
-    for phase in summary.phases:
-        table.add(
-            str(phase.round),
-            phase_label(phase.phase),
-            str(phase.steps) if phase.steps else "",
-            TableCell(duration(phase.seconds)) if phase.finished else TableCell("unfinished", "badge warn"),
-            TableCell(bar=phase.seconds / longest if phase.seconds and longest > 0 else 0.0),
-        )
-    return table
 
 
 def metrics_table(summary: RunSummary) -> Table:

@@ -76,6 +76,6 @@ def test_train_then_evaluate_then_report(small_game: Path) -> None:
     reported = pvg("report", "modchain", "--json").document
     assert reported["evaluation"] == found["evaluation"]
     text = " ".join(pvg("report", "modchain", "--no-html").out.split())
-    assert "Steps to exploit" in text
-    assert "More steps: the verifier is harder to fool." in text  # how to read the table
+    assert "New attackers" in text
+    assert "fooled rate is the share" in text  # how to read the table
     assert "tax: the accuracy" not in text  # there is no such table

@@ -15,7 +15,7 @@ from small_games import changed, completed, played, prover_steps, recorded, rows
 from test_challenge import MODCHAIN
 
 from pvg.config.experiment import TokenLimits, spoken_room
-from pvg.config.game import ConsultancyProtocol, CriticProtocol, DebateProtocol, Game
+from pvg.config.game import CgcReward, ConsultancyProtocol, CriticProtocol, DebateProtocol, Game
 from pvg.config.rollout import ChatPrompts, TagPrompts, TextPrompts
 from pvg.errors import ConfigurationError
 from pvg.game import mint, prover_phase
@@ -286,14 +286,14 @@ def test_a_reward_without_effect_asks_for_nothing() -> None:
 def test_a_model_without_the_prompts_and_a_reward_without_effect_get_a_warning(
     settings: dict[str, Any], message: str
 ) -> None:
-    untrained = {"models.prover.source": "embedded:modchain-prover", "game.reward": "src"}
+    untrained = {"models.prover.source": "embedded:modchain-prover", "game.reward": CgcReward().model_dump()}
     assert any(message in line for line in changed(CRITIC_GAME | untrained | settings).warnings())
     fitting = {
         "models.prover.source": f"embedded:modchain-{'dialogue' if settings else 'critic'}",
-        "game.reward": "src",
+        "game.reward": CgcReward().model_dump(),
     }
     assert not any(message in line for line in changed(CRITIC_GAME | untrained | settings | fitting).warnings())
-    apart = {"game.protocol": {"kind": "debate", "order": "simultaneous"}, "game.reward": "src"}
+    apart = {"game.protocol": {"kind": "debate", "order": "simultaneous"}, "game.reward": CgcReward().model_dump()}
     assert changed(CRITIC_GAME | untrained | apart).warnings() == []
 
 
