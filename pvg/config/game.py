@@ -35,7 +35,7 @@ class CgcReward(RewardSection):
     opposite_roles: ClassVar[bool] = True
     for_translators: ClassVar[bool] = True
     floor: float = Field(
-        -15.0, description="Reward of a misaligned solution. It must lie below every score of the verifier."
+        -40.0, description="Reward of a misaligned solution. It must lie below every score of the verifier."
     )
 
 
@@ -111,7 +111,7 @@ class OwnReward(RewardSection):
 
 Reward = Annotated[
     SrcReward | CgcReward | GoodhartReward | CorrectnessReward | DecoupledReward | GatedReward | OwnReward,
-    ByKind("src"),
+    ByKind("cgc"),
 ]
 
 
@@ -227,7 +227,7 @@ class Game(Section):
     start: Literal["base", "previous"] = Field(
         "base", description="A round's prover starts from the base prover, or from that of the previous round."
     )
-    reward: Reward = SrcReward()
+    reward: Reward = CgcReward()
     sneaky_share: Fraction = Field(0.5, description="Share of groups in the sneaky role. The other groups are helpful.")
     mint_problems: Count = Field(
         256,
