@@ -133,7 +133,7 @@ def _problems(
     what is missing, before anything loads."""
     from pvg.config.load import load_experiment
     from pvg.extensions import check_references, is_reference
-    from pvg_cli.task import experiment_of
+    from pvg_cli.check import experiment_of
 
     if data is not None and (task or train):
         also = "--task also names problems" if task else "--train needs a task, whose grader says what is wrong"

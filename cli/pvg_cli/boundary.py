@@ -259,7 +259,7 @@ class ErrorHandler:
 
     def _usage_error(self, error: Any) -> None:
         if hasattr(error, "message"):
-            error.message = one_line(error.message.removeprefix("Value error, "))
+            error.message = one_line(error.message.removeprefix("Value error, ")) + setting_hint(error)
         message = error.format_message() if hasattr(error, "format_message") else error  # with the option's name
         self._document("UsageError", str(message), "See --help.", EXIT_USAGE)
 
@@ -369,6 +369,18 @@ def arguments() -> list[str]:
 def command_line() -> str:
     """This call of `pvg`, as a user can type it again."""
     return shlex.join(["pvg", *_called])
+
+
+def setting_hint(error: Any) -> str:
+    """How to give an unknown option that is the name of a setting, to a command that takes settings."""
+    option, context = getattr(error, "option_name", "") or "", getattr(error, "ctx", None)
+    if context is None or not any("--set" in each.opts for each in context.command.params):
+        return ""
+    from pvg.config.load import valid_keys
+
+    name = option.lstrip("-").replace("-", "_")
+    found = [key for key in valid_keys() if name and f".{key}".endswith(f".{name}")]
+    return f". It is a setting: {' or '.join(f'-s {key}=VALUE' for key in found[:3])}" if found else ""
 
 
 class Commands(TyperGroup):

@@ -1,4 +1,4 @@
-"""`pvg compare A B`: the differences between two benchmark reports."""
+"""`pvg compare A B`: the differences between two benchmark reports, or two runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from pvg.errors import EXIT_CHECK_FAILED, UsageError, user_paths
 from pvg_cli import write_utf8
 from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, JsonOption, check_output, write_output
+from pvg_cli.report import report
 
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The report before a change (a JSON file of pvg bench).")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The report after the change.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="The report before a change (JSON of pvg bench), or a run.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The report after the change, or another run.")],
     fail_above: Annotated[
         str | None,
         typer.Option(
@@ -36,11 +37,17 @@ def compare(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare two benchmark reports: which metrics are better or worse in B than in A?
+    """Compare two benchmark reports: which metrics are better or worse in B than in A? Or two runs, as
+    `pvg report A B` does.
 
     The table shows ratios of medians with bootstrap intervals, which are adjusted for the number of metrics, and the
     p value of a rank test.
     """
+    if _is_run(a) and _is_run(b):
+        if fail_above is not None or markdown is not None:
+            raise UsageError("--fail-above and --markdown are for reports of pvg bench.", "Leave them out.")
+        report([str(a), str(b)], as_json=as_json)
+        return
     from pvg.bench.compare import compare_reports
     from pvg_cli.compare_table import MARKDOWN_MARK, comparison_text, failure_line, markdown_text
     from pvg_cli.output import stdout
@@ -78,14 +85,18 @@ def parse_share(text: str) -> float:
 
 
 @user_paths()
-def _read(path: Path) -> BenchReport:
-    """Read a report. Raises UsageError with a hint if `path` is a run or a folder."""
-    from pvg.bench.report import read_report
-    from pvg.store.run_directory import RunDirectory
+def _is_run(path: Path) -> bool:
+    """Whether a path, or a name in the folder runs, is a run."""
+    return any((folder / "experiment.toml").is_file() for folder in (path, Path("runs") / path))
 
-    for folder in (path, Path("runs") / path):
-        if folder.is_dir() and RunDirectory(folder).experiment_file.is_file():
-            raise UsageError(f"{path} is a run, not a benchmark report.", f"To see the run: pvg report {path}")
+
+@user_paths()
+def _read(path: Path) -> BenchReport:
+    """Read a report. Raises UsageError if `path` is a run or a folder."""
+    from pvg.bench.report import read_report
+
+    if _is_run(path):
+        raise UsageError(f"{path} is a run, and the other one is not.", "Give two runs, or two reports of pvg bench.")
     if path.is_dir():
         raise UsageError(f"{path} is a folder, not a benchmark report.", "Give a JSON file of `pvg bench`.")
     return read_report(path)

@@ -1,4 +1,4 @@
-"""`pvg config show|explain|validate|schema`: look at settings without running the experiment."""
+"""`pvg config show|explain`: look at settings without running the experiment."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import emit, print_json, say
+from pvg_cli.boundary import emit
 from pvg_cli.options import DebugOption, ExperimentArgument, JsonOption, SetOption
 
-WIDEST_TYPE = 40
-
-app = typer.Typer(no_args_is_help=True, help="Show, check and list the settings of an experiment.")
+app = typer.Typer(no_args_is_help=True, help="Show and explain settings.")
 
 
 @app.command()
@@ -54,41 +52,6 @@ def explain(
         emit(told)
     else:
         print_explained(told)
-
-
-@app.command()
-def validate(
-    experiment: ExperimentArgument = "modchain",
-    overrides: SetOption = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Check the settings of an experiment. If a setting is wrong: name its key, and exit with code 2."""
-    from pvg_cli.runs import resolve
-
-    resolved = resolve(experiment, overrides or [])
-    warnings = resolved.warnings()
-    if as_json:
-        emit({"valid": True, "name": resolved.name, "hash": resolved.hash(), "warnings": warnings})
-    else:
-        typer.echo(f"{resolved.name} is valid (settings {resolved.hash()}).")
-        for warning in warnings:
-            say(f"warning: {warning}.")
-
-
-@app.command()
-def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """List all settings with type and default. With --json: print the JSON schema."""
-    from pvg.config.describe import json_schema, settings, toml_value
-    from pvg.reporting.table import Column, Table
-    from pvg_cli.output import stdout
-
-    if as_json:
-        print_json(json_schema())
-        return
-    columns = [Column("key", wrap=False), Column("type", style="verifier", max_width=WIDEST_TYPE), Column("default")]
-    rows = [(setting.label, setting.type, toml_value(setting.default)) for setting in settings()]
-    stdout().print(Table(columns, list(rows), narrow=True))
 
 
 def print_explained(told: dict[str, Any]) -> None:

@@ -10,11 +10,13 @@ from pvg.errors import UsageError
 from pvg_cli.boundary import emit, print_json
 from pvg_cli.options import DebugOption, JsonOption
 
+SETTINGS = "settings"
+
 
 def _names(incomplete: str) -> list[str]:
     from pvg_cli.documents import FILES, documents
 
-    return [name for name in FILES | documents() if name.startswith(incomplete)]
+    return [name for name in (SETTINGS, *FILES, *documents()) if name.startswith(incomplete)]
 
 
 def schemas(
@@ -30,10 +32,15 @@ def schemas(
     from pvg_cli import documents
     from pvg_cli.output import names_table, stdout
 
+    if name == SETTINGS:
+        from pvg.config.describe import json_schema
+
+        print_json(json_schema())
+        return
     found = documents.schemas()
     if name is not None:
         if name not in found:
-            hint = did_you_mean(name, list(found))
+            hint = did_you_mean(name, [SETTINGS, *found])
             raise UsageError(f"There is no schema {name!r}.{hint}", "To list them: pvg schemas")
         print_json(found[name])
         return
@@ -42,4 +49,5 @@ def schemas(
         emit({"schemas": [{"name": each, "version": version, "about": about} for each, version, about in rows]})
     else:
         about = {each: f"version {version}, {about}" for each, version, about in rows}
+        about[SETTINGS] = "the TOML file of an experiment"
         stdout().print(names_table(about, "To print one", "pvg schemas NAME"))

@@ -36,7 +36,7 @@ from pvg_cli.doctor import CheckResult
 
 PLACE = Path(__file__).with_name("documents.toml")
 # The names that documents.toml uses. `Settings`: an experiment as in its TOML file, whose schema is that of
-# `pvg config schema --json`.
+# `pvg schemas settings`.
 CLASSES = (AlertRecord, BatchArithmetic, BenchReport, CheckResult, Diagnosis, Download, EvaluationReport, Example)
 MORE_CLASSES = (MeasureReport, ProfileResult, ReportComparison, RobustnessCard, RunGlance, RunSummary, StudyResults)
 NAMES: Mapping[str, Any] = {each.__name__: each for each in (*CLASSES, *MORE_CLASSES)} | {

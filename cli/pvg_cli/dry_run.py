@@ -10,8 +10,8 @@ from pvg.errors import counted
 from pvg.hub import KEYS, download_of, hub_ids
 from pvg.reporting.table import Column, Table
 from pvg_cli.boundary import emit
+from pvg_cli.check import print_preview, prompts_of
 from pvg_cli.output import QUIET, stdout
-from pvg_cli.task import print_preview, prompts_of
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment

@@ -119,7 +119,7 @@ def next_steps(folder: Path, protocol: str | None) -> dict[str, str]:
     experiment, what = ("experiment.toml", "task") if protocol is None else (f"{protocol}.toml", "protocol")
     return steps | {
         f"{shlex.quote(python_command())} -m pytest": f"test the {what}",
-        f"{pvg} task check {experiment}": "look at prompts and grades" if protocol is None else "look at an episode",
+        f"{pvg} check {experiment}": "look at prompts and grades" if protocol is None else "look at an episode",
         f"{pvg} train {experiment} --dry-run": "look at time, memory and batch sizes",
         f"{pvg} train {experiment}": "play it",
     }

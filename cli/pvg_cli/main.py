@@ -36,7 +36,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Play": {
         "train": ("train:train", "Play a prover-verifier game, or resume one."),
         "rollout": ("rollout:rollout", "Sample, grade and store solutions, without a verifier and without training."),
-        "task": ("task:app", "Look at a task: its problems, prompts and grades."),
+        "check": ("check:check", "Check an experiment: settings, problems, prompts, grades, time and memory."),
     },
     "Look": {
         "report": ("report:report", "Show runs on the terminal and as one HTML page."),
@@ -50,7 +50,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "attack": ("attack:attack", "Attack a grader, reward model or judge: what wrong solutions does it accept?"),
         "study": ("study:study", "Play several experiments with several seeds, and compare the results."),
         "bench": ("bench:bench", "Measure a profile: repeat the same work after a warm-up."),
-        "compare": ("compare:compare", "Compare two benchmark reports."),
+        "compare": ("compare:compare", "Compare two benchmark reports, or two runs."),
         "profile": ("profile:profile", "Profile a stage with pvg's spans, the torch profiler and py-spy."),
         "plan": ("plan:plan", "Predict the least step time and the memory of an experiment."),
     },
@@ -61,7 +61,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "Set up": {
         "init": ("init:init", "Write an example of your own experiment, with a task, data and a test."),
-        "config": ("config:app", "Show, check and list the settings of an experiment."),
+        "config": ("config:app", "Show and explain settings."),
         "doctor": ("doctor:doctor", "Check the installation, and say how to install what is missing."),
         "schemas": ("contracts:schemas", "List or print the JSON Schemas of what pvg prints with --json."),
     },

@@ -19,7 +19,7 @@ from pvg.config.load import (
     load_experiment,
     overridden,
     read_override,
-    read_toml,
+    read_settings,
     switch_note,
 )
 from pvg.config.operation import Store
@@ -41,7 +41,7 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
     path = find_experiment(DEFAULT_EXPERIMENT if name is None else name)
     settings = _settings(path, overrides, cluster)
     experiment = load_experiment(path, settings)
-    if note := switch_note(read_toml(path, "experiment"), overridden(path, settings)[0]):
+    if note := switch_note(read_settings(path), overridden(path, settings)[0]):
         say(note)
     check_references(experiment.own_code())
     return experiment

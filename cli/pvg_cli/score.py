@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 def score(
     run: RunArgument,
     file: Annotated[
-        Path, typer.Argument(metavar="FILE.jsonl", help='One object per line: {"question": "...", "solution": "..."}.')
+        Path, typer.Argument(metavar="FILE.jsonl|-", help='Lines of {"question": "...", "solution": "..."}. -: stdin.')
     ],
     round_: RoundOption = -1,
     out: Annotated[
@@ -47,6 +50,11 @@ def score(
     finished = FinishedRound.open(RunDirectory.open(run, runs), round_)
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier
     check_output("--out", out, b'{"line":', file)
+    if file == Path("-"):
+        holder = TemporaryDirectory()  # removed when this function ends
+        file = Path(holder.name, "stdin")
+        with file.open("wb") as kept:
+            shutil.copyfileobj(sys.stdin.buffer, kept)
     check_rows(file)  # before torch and the model are loaded, and before the first result is written
     if (kind := finished.experiment.game.protocol.kind) not in ("direct", "decoupled", "consultancy"):
         say(

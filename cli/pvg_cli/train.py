@@ -42,8 +42,16 @@ if TYPE_CHECKING:
 
 def train(
     name: ExperimentOrDefault = None,
+    *,
     overrides: SetOption = None,
     run_name: RunNameOption = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="DIR|ID", help="Play with this chat model as prover and verifier.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="FILE", help="Play with these questions and answers: the experiment own."),
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -77,7 +85,11 @@ def train(
     from pvg.config.load import chosen_keys
     from pvg.config.operation import ranks_of
 
-    settings = [*(overrides or []), *metrics_port_override(metrics_port)]
+    settings = [] if model is None else [f"models.{player}.source={model}" for player in ("prover", "verifier")]
+    settings += [*([] if data is None else [f"task.path={data}"]), *(overrides or [])]
+    settings += metrics_port_override(metrics_port)
+    if (model or data) and resume is None:
+        name = name or "own"
     with ExitStack() as stack:
         launch = ranks = None
         if "TORCHELASTIC_RUN_ID" in os.environ:

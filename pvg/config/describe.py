@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from pvg.config.base import kinds_of
 from pvg.config.experiment import TABLES, Experiment, fields_of, is_section
-from pvg.config.load import nearest_key, read_toml, shipped_directories
+from pvg.config.load import nearest_key, read_settings, shipped_directories
 from pvg.config.sections import value_of
 from pvg.errors import UsageError
 
@@ -189,7 +189,7 @@ def explained(key: str) -> dict[str, Any]:
         hint = nearest_key(key)
         raise UsageError(
             f"There is no setting {key!r}." + (f" The nearest one is {hint!r}." if hint else ""),
-            "See `pvg config schema` for all settings.",
+            "See `pvg config show` for all settings.",
         )
     forms = [{**_told(each), "type": each.type} for each in found]
     return {"key": key, "forms": forms, "experiments": used(key)}
@@ -223,7 +223,7 @@ def used(key: str) -> dict[str, str]:
         key = table
     found = {}
     for path in sorted(path for place in shipped_directories() for path in place.glob("*.toml")):
-        node: Any = read_toml(path, "experiment")
+        node: Any = read_settings(path)
         for part in key.split("."):
             node = node.get(part) if isinstance(node, dict) else None
         if isinstance(node, dict):

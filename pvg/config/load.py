@@ -104,12 +104,32 @@ def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 def overridden(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """The data of an experiment file with the overrides applied, not yet validated; and the origin of each override's
     key."""
-    data = read_toml(path, "experiment")
+    data = read_settings(path)
     origins: dict[str, str] = {}
     for key, value, origin in override_settings(overrides):
         assign(data, key, value)
         origins[key] = origin
     return data, origins
+
+
+def read_settings(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The data of an experiment file, over those of the experiment that its `base` names. `heirs`: the files whose base
+    this one is."""
+    data = read_toml(path, "experiment")
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise ConfigurationError(f"{path}: base = {base!r} is not an experiment.", 'For example: base = "modchain"')
+    above, chain = find_experiment(base), (*heirs, path.resolve())
+    if above.resolve() in chain:
+        raise ConfigurationError(
+            f"{path}: base = {base!r} leads back to {above}.", "Name another experiment, or its file."
+        )
+    merged = read_settings(above, chain)
+    for key, value, _ in kinds_first([(key, value, "") for key, value in leaves(data)]):
+        assign(merged, key, value)
+    return merged
 
 
 def override_settings(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
@@ -305,7 +325,7 @@ def _explain(
         hint = nearest_key(key)
         return ConfigurationError(
             f"Unknown key {key!r}{suffix}." + (f" The nearest valid key is {hint!r}." if hint else ""),
-            "See `pvg config schema` for all keys.",
+            "See `pvg config show` for all keys.",
         )
     if first["type"] == "value_error":
         message = str(first["msg"]).removeprefix("Value error, ")

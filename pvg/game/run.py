@@ -207,7 +207,7 @@ def _note_shared_questions(session: Session) -> None:
     if shared := sum(problem.question in trained for problem in test):
         session.observer.noticed(
             f"{shared:,} of {counted(len(test), 'test question')} {'is' if shared == 1 else 'are'} also a training "
-            "question, so results on test problems are not all about new problems (pvg task check)."
+            "question, so results on test problems are not all about new problems (pvg check)."
         )
 
 
@@ -348,7 +348,7 @@ def check_models(
     experiment: Experiment, task: Task, players: BaseProver, halves: Mapping[Half, Sequence[Problem]], longest: int
 ) -> None:
     """Raises ConfigurationError before anything is sampled, for errors that would otherwise appear in a later phase
-    and that depend only on models and settings: `pvg train --dry-run` and `pvg task check` call it too. It tests
+    and that depend only on models and settings: `pvg train --dry-run` and `pvg check` call it too. It tests
     whether the files of the user's losses, reward and protocol run, whether the verifier takes its head, its template
     and the longest solution, whether both models can express a correct solution, whether rows of up to `longest` tokens
     get the numbers that they have alone, and whether the prover can be sampled in batches and supports gradient

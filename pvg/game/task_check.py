@@ -1,4 +1,4 @@
-"""Checks of a task, its prompts and its grader: `pvg task check`.
+"""Checks of a task, its prompts and its grader: `pvg check`.
 
     for check in checks_of(experiment, task, models):
         print(check.passed, check.name, check.detail)
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pvg.verifier.data import Head, VerifierTemplate
 
 
-# What players would read, and how the task grades: for `pvg train --dry-run` and `pvg task check`.
+# What players would read, and how the task grades: for `pvg train --dry-run` and `pvg check`.
 
 NO_SOLUTION = "(a solution)"  # shown to the players if the task writes none
 

@@ -32,6 +32,7 @@ from pvg.config.load import (
     kinds_first,
     leaves,
     override_settings,
+    read_settings,
     read_toml,
     refuse_unknown,
     shipped_directories,
@@ -384,7 +385,7 @@ def _resolve(
             f"{name!r} cannot be the name of an arm ({origin}).", "Write an [[arm]] with a shorter name."
         )
     source = entry.experiment if entry and entry.experiment else file.experiment
-    data = read_toml(find_experiment(source), "experiment")
+    data = read_settings(find_experiment(source))
     settings = {**dict(leaves(entry.changes if entry else {})), **point}
     given = kinds_first([(key, value, f"[common] of {origin}") for key, value in leaves(file.common)])
     given += kinds_first([(key, value, f"arm {name!r} of {origin}") for key, value in settings.items()])

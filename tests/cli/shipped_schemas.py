@@ -10,8 +10,8 @@ import jsonschema
 
 from pvg_cli import documents
 
-GROUPS = ("config", "runs", "task")  # commands with commands of their own
-PLAIN_SCHEMAS = ("config-schema", "schemas-named")  # these print a JSON Schema
+GROUPS = ("config", "runs")  # commands with commands of their own
+PLAIN_SCHEMAS = ("schemas-named",)  # these print a JSON Schema
 
 
 @cache
@@ -43,6 +43,7 @@ def document_name(arguments: Sequence[str], document: Any) -> str:
         "study": "study-list" if not rest else "study-plan" if "--dry-run" in rest else "study",
         "bench": "bench" if {"-p", "--profile"} & set(rest) else "bench-profiles",
         "report": {"reports": "report-benchmarks", "runs": "report-runs"}.get(of_report, "report"),
+        "compare": "report-runs" if "runs" in document else "compare",
         "serve": "serve-verifier" if "--player" in rest else "serve",
         "schemas": "schemas-named" if rest else "schemas",
     }

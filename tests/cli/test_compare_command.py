@@ -90,8 +90,8 @@ def test_what_is_no_report(reports: tuple[str, str]) -> None:
     (Path("runs") / "first" / "experiment.toml").touch()
     Path("new.json").write_text('{"schema_version": 2}')
     for wrong, said in {
-        "runs/first": "To see the run: pvg report runs/first",
-        "first": "To see the run: pvg report first",
+        "runs/first": "Give two runs, or two reports",
+        "first": "Give two runs, or two reports",
         "runs": "runs is a folder, not a benchmark report",
         "new.json": "schema version 2",
         "none.json": "No such file",

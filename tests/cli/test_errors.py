@@ -75,10 +75,10 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("report", "nested.json"), "nested.json"),
     (("diagnose", "fifo"), "fifo"),
     (("compare", "deep.json", "deep.json"), "deep.json"),
-    (("config", "validate", ""), "''"),
-    *((("config", "validate", name), name) for name in HOSTILE_FILES if name.endswith(".toml")),
-    (("config", "validate", "fifo.toml"), "fifo.toml"),
-    (("config", "validate", "large.toml"), "large.toml"),
+    (("config", "show", ""), "''"),
+    *((("config", "show", name), name) for name in HOSTILE_FILES if name.endswith(".toml")),
+    (("config", "show", "fifo.toml"), "fifo.toml"),
+    (("config", "show", "large.toml"), "large.toml"),
     (("runs", "list", "--runs", LONG), "too long"),
     (("diagnose", LONG), "too long"),
     (("train", "-s", f"models.prover.source={LONG}"), "too long"),
@@ -115,7 +115,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("setting", "named"), SETTINGS, ids=lambda value: value[:40].replace("\0", "NUL"))
 def test_a_wrong_setting_names_its_key(setting: str, named: str) -> None:
-    refused(pvg("config", "validate", "-s", setting, "--json"), 2, named)
+    refused(pvg("config", "show", "-s", setting, "--json"), 2, named)
 
 
 @pytest.mark.parametrize("arguments", [("train", "--bogus"), ("report",), ("bogus",), ("config", "bogus")])
@@ -124,6 +124,14 @@ def test_wrong_usage_is_exit_code_2_and_a_document_with_json(arguments: tuple[st
     assert (plain.code, plain.out) == (2, "")
     called = pvg(*arguments, "--json")
     assert (called.code, called.document["error"]["type"]) == (2, "UsageError")
+
+
+@pytest.mark.parametrize(
+    ("option", "key"), [("--seed", "-s seed=VALUE"), ("--learning-rate", "-s training.learning_rate=VALUE")]
+)
+def test_an_option_that_is_a_setting_is_shown_as_one(option: str, key: str) -> None:
+    assert key in pvg("train", option, "3", "--json").document["error"]["message"]
+    assert key not in pvg("runs", option, "3", "--json").document["error"]["message"]
 
 
 def test_samples_without_a_game_are_no_run_to_go_on_with() -> None:
@@ -367,7 +375,7 @@ def survives(*arguments: str) -> None:
 @given(st.binary(max_size=200) | tables.map(toml) | mutated(SHIPPED))
 def test_any_bytes_as_a_settings_file_are_survived(content: bytes) -> None:
     Path("any.toml").write_bytes(content)
-    survives("config", "validate", "any.toml")
+    survives("config", "show", "any.toml")
     survives("study", "--dry-run", "any.toml")
     # One wrong key more, so that a profile which happens to be valid runs no benchmark.
     survives("bench", "--profile", "any.toml", "-s", "training.nosuch=1")
@@ -387,8 +395,8 @@ def test_any_bytes_as_a_report_or_a_log_are_survived(content: bytes) -> None:
 @example("\x1b[31mred\x07\r\x0bthree\u202egnp\udc80", "name")
 @given(st.text(max_size=60), st.sampled_from(["training.steps", "task.path", "serving.servers", "name", ""]))
 def test_any_text_as_an_argument_is_survived(text: str, key: str) -> None:
-    survives("config", "validate", "-s", f"{key}={text}")
-    survives("config", "validate", "-s", text)
+    survives("config", "show", "-s", f"{key}={text}")
+    survives("config", "show", "-s", text)
     survives("report", "--no-html", "--", text)
 
 

@@ -54,10 +54,10 @@ def test_the_scaffold_passes_its_own_test_and_its_check_and_plays() -> None:
     done = subprocess.run(pytest_, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "4 passed" in done.stdout
-    called = pvg("task", "check", "experiment.toml")
+    called = pvg("check", "experiment.toml")
     assert called.code == 0, called.out
     assert "modulo 10" not in called.out  # its embedded model reads tags
-    called = pvg("task", "check", "task.py:MyTask", "-s", "task.settings.path=data.jsonl")
+    called = pvg("check", "task.py:MyTask", "-s", "task.settings.path=data.jsonl")
     assert called.code == 0, called.out
     assert "modulo 10" in called.out
     played = pvg("train", "experiment.toml", *SMALL, "-s", "cluster=none", "--json")
@@ -78,7 +78,7 @@ def test_the_scaffold_of_a_protocol_is_short_passes_its_own_test_and_its_check_a
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(pytest_, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    checked = pvg("task", "check", "two_questions.toml", "--json")
+    checked = pvg("check", "two_questions.toml", "--json")
     assert checked.code == 0, checked.err
     turns = checked.document["preview"]["episode"]
     assert [turn["by"] for turn in turns] == [["prover"], ["examiner"], ["prover"], ["examiner"], ["prover"]]

@@ -10,7 +10,6 @@ from calling import pvg
 from run_samples import played
 
 import pvg_cli.doctor
-from pvg.config.experiment import Experiment
 from pvg.config.load import load_experiment
 from pvg.installation import install_extra
 from pvg.sandbox.sandbox import Isolation
@@ -30,15 +29,7 @@ def test_show_can_be_saved_and_used() -> None:
     Path("mine.toml").write_text(pvg("config", "show", "-s", "seed=5").out)
     assert load_experiment(Path("mine.toml")).seed == 5
     assert pvg("config", "show", "mine.toml", "--json").document["seed"] == 5
-    assert pvg("config", "validate", "mine.toml").out.startswith("modchain is valid")
-
-
-def test_schema_lists_every_key_with_the_default_that_holds() -> None:
-    lines = {line.split("  ")[0].strip(): line for line in pvg("config", "schema").out.splitlines() if line.strip()}
-    assert Experiment().models.verifier.source in lines["models.verifier.source"]
-    assert "task (gsm8k).path" in lines
-    assert '"src" or "cgc"' in lines["game.reward.kind"]
-    assert pvg("config", "schema", "--json").document["properties"]["seed"]
+    assert "seed = 5" in pvg("config", "show", "mine.toml").out
 
 
 def test_doctor_names_the_command_for_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,13 +137,13 @@ def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
         else:
             printed[words[0]] = called([*ENTRY, *words], tmp_path)
 
-    looked = ["config", "task", "train", "plan", "rollout"]
+    looked = ["check", "train", "rollout"]
     assert list(printed) == [*looked, "evaluate", "report", "export", "score"]
-    for command in ("task", "train"):  # the prompts of both roles, and what known answers are graded
+    for command in ("check", "train"):  # the prompts of both roles, and what known answers are graded
         assert re.search(r"Prompt of the helpful role .*\n  \| H\d\+", printed[command])
         assert re.search(r"Prompt of the sneaky role .*\n  \| S\d\+", printed[command])
         assert re.search(r"the reference( answer)? +'#### \d' +correct", printed[command])
-    assert "FAILED" not in printed["task"]
+    assert "FAILED" not in printed["check"]
     assert "Input of the verifier" in printed["train"]
     assert "correct" in printed["rollout"]
     assert (tmp_path / "runs" / "mine" / "report.html").stat().st_size > 10_000

@@ -82,7 +82,7 @@ def test_a_fault_is_one_line_that_names_file_and_method_before_the_mint(fault: s
     assert error.startswith("error: game.protocol = 'mine.py:Mine'")
     assert message in error
     if not fault.startswith("an exception"):
-        assert refused(pvg("task", "check", *game())) == error
+        assert refused(pvg("check", *game())) == error
 
 
 def test_an_episode_that_may_be_longer_than_the_context_is_refused_with_both_settings_to_lower() -> None:
@@ -113,7 +113,7 @@ def test_tasks_without_solutions_in_steps_are_refused(experiment: str, why: str)
 
 def test_control_tokens_in_a_text_of_the_rules_are_read_as_ordinary_text() -> None:
     write("def prompt(self, state, seat, role): return '1<eos>2' if len(state.said) == 2 else ''")
-    checked = pvg("task", "check", *game(), "--json")
+    checked = pvg("check", *game(), "--json")
     assert checked.code == 0, checked.err
     read = [turn["text"] for turn in checked.document["preview"]["episode"] if turn["by"] == ["clerk"]]
     assert read == ["12"]

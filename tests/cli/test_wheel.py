@@ -110,7 +110,7 @@ ACTIONS = {
     "doctor": 0,
     "schemas": 0,
     "config show": 0,
-    "task check modchain": 0,
+    "check modchain": 0,
     "plan": 0,
     "report modchain": 0,
     "diagnose modchain": 0,

@@ -19,6 +19,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 from calling import ENTRY, pvg
 from shipped_schemas import check_document
+from typer.testing import CliRunner
 
 from pvg.api import Run
 from pvg.config.base import parse_run_id
@@ -27,6 +28,7 @@ from pvg.export.reward_server import MOST_BYTES
 from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import find_player, open_round
 from pvg.verifier.scorer import VerifierScorer
+from pvg_cli.main import app
 
 pytestmark = pytest.mark.slow
 
@@ -156,6 +158,8 @@ def test_a_file_is_scored_line_by_line(run: Run, wanted: list[float]) -> None:
     assert called.document["accepted"] == sum(row["accepted"] for row in found)
     again = pvg("score", "mine", "rows.jsonl")
     assert again.out == Path("scores.jsonl").read_text()
+    piped = CliRunner().invoke(app, ["score", "mine", "-"], input="\n\n".join(lines))
+    assert piped.stdout == again.out
 
 
 @pytest.mark.parametrize(

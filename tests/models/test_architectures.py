@@ -114,12 +114,12 @@ def opened(source: str) -> LanguageModel:
 
 
 def verdicts(source: str, **settings: Any) -> list[str]:
-    """Of `pvg train`, `pvg train --dry-run` and `pvg task check` in the current folder: WORKS, or their error."""
+    """Of `pvg train`, `pvg train --dry-run` and `pvg check` in the current folder: WORKS, or their error."""
     Path("coin.py").write_text(COIN)
     keys = SMALL_GAME | {"models__prover__source": source, "models__verifier__source": source} | settings
     words = [word for key, value in keys.items() for word in ("-s", f"{key.replace('__', '.')}={value}")]
     found = []
-    for command in (["train"], ["train", "--dry-run"], ["task", "check"]):
+    for command in (["train"], ["train", "--dry-run"], ["check"]):
         called = pvg(*command, *SMALL, *words)
         assert called.code in (0, 2), called.err
         found.append(called.err[called.err.index("error: ") :] if called.code else WORKS)

@@ -29,6 +29,7 @@ game.rounds = 2
 game.growing = false
 verifier.steps = 3
 training.steps = 5
+evaluate.attacks = ["src", "cgc", "goodhart"]
 
 [[arm]]
 name = "cgc"

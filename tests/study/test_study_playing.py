@@ -192,7 +192,7 @@ def test_a_cell_that_somebody_else_plays_is_refused_and_one_that_is_about_to_end
 
 # --- evaluations -----------------------------------------------------------------------------------------------------
 
-ATTACKS = [attack(kind, 200, found=False) for kind in ("src", "cgc", "goodhart")]  # by default
+ATTACKS = [attack(kind, 200, found=False) for kind in ("src", "cgc", "goodhart")]  # of SMALL
 EVALUATED = SMALL.replace("seeds = 2", "seeds = 1").replace("threads = 1", 'threads = 1\nevaluate = ["exploit", "tax"]')
 
 

@@ -37,6 +37,7 @@ from pvg.config.load import (
     leaves,
     nearest,
     read_override,
+    read_settings,
     read_toml,
     shipped_directories,
     valid_keys,
@@ -161,7 +162,7 @@ def settings_of(profile: Profile, origin: str, changes: Sequence[SettingChange])
     """The settings of one variant. `origin`: the profile's file."""
     own: dict[str, Any] = {}
     workload = dict(profile.workload)
-    data = read_toml(find_experiment(profile.experiment), "experiment")
+    data = read_settings(find_experiment(profile.experiment))
     origins: dict[str, str] = {}
     for change in [*flattened(profile.changes, origin), *changes]:
         origins[change.key] = change.origin

@@ -1,4 +1,4 @@
-"""`pvg task check`, and the prompts and grades of `pvg train --dry-run`, as a user calls them."""
+"""`pvg check`, and the prompts and grades of `pvg train --dry-run`, as a user calls them."""
 
 from __future__ import annotations
 
@@ -76,19 +76,19 @@ def test_a_task_that_does_not_open_in_another_process_is_not_waited_for() -> Non
 def test_a_task_that_takes_long_to_check_says_so_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("slow.py").write_text(SUMS.replace("start = 0", "__import__('time').sleep(0.2)\n        start = 0"))
     monkeypatch.setattr("pvg.telemetry.events.QUIET_S", 0.01)
-    assert "slow.py:Sums: making the task's problems" in pvg("task", "check", "slow.py:Sums").err
+    assert "slow.py:Sums: making the task's problems" in pvg("check", "slow.py:Sums").err
 
 
 def test_a_task_of_ones_own_is_shown_and_checked(request: pytest.FixtureRequest) -> None:
     Path("own.py").write_text(SUMS)
-    document = pvg("task", "check", "own.py:Sums", "--json").document
+    document = pvg("check", "own.py:Sums", "--json").document
     assert document["passed"]
     assert set(checks(document).values()) == {True}
     graded = {each["solution"]: each for each in document["preview"]["graded"]}
     assert graded["the reference answer"]["correct"]
     assert not any(each["correct"] for name, each in graded.items() if name != "the reference answer")
     request.getfixturevalue("no_other_process")
-    called = pvg("task", "check", "own.py:Sums")
+    called = pvg("check", "own.py:Sums")
     assert called.code == 0
     near = "ok      wrong answers are graded wrong: 80 of 80 answers of other problems are graded wrong"
     for line in (near, "ok      reference answers are correct: 40 of 40", "  | Add wrongly. End with = and a sum."):
@@ -103,7 +103,7 @@ def test_each_check_fails_for_a_task_that_is_wrong_there(check: str, request: py
     Path("own.py").write_text(SUMS.replace(before, after))
     if check != "another process gets the same problems":
         request.getfixturevalue("no_other_process")
-    called = pvg("task", "check", "own.py:Sums", "--json")
+    called = pvg("check", "own.py:Sums", "--json")
     if check == "ids are different":  # refused where the task is used, too
         assert called.code == 2
         assert "gave the id 'n' twice" in called.document["error"]["message"]
@@ -114,10 +114,10 @@ def test_each_check_fails_for_a_task_that_is_wrong_there(check: str, request: py
 
 
 def test_what_cannot_be_opened_is_an_error_and_not_a_failed_check() -> None:
-    assert pvg("task", "check", "own.py:Sums").code == 2
+    assert pvg("check", "own.py:Sums").code == 2
     Path("own.py").write_text("x = 1\n")
-    assert "does not define" in pvg("task", "check", "own.py:Sums").err
-    assert "There is no experiment 'modchian'" in pvg("task", "check", "modchian").err
+    assert "does not define" in pvg("check", "own.py:Sums").err
+    assert "There is no experiment 'modchian'" in pvg("check", "modchian").err
 
 
 # --- pvg train --dry-run ----------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_a_grader_that_reads_what_the_model_can_write_passes(more: list[str], pa
     """The characters of the embedded models have no `<` and no letters."""
     Path("sums.csv").write_text("question,answer\n" + "".join(f"{n}+1?,{n + 1}\n" for n in range(100)))
     overrides = [part for setting in ("task.kind=data", "task.path=sums.csv", *more) for part in ("-s", setting)]
-    checked = pvg("task", "check", *overrides, "--json")
+    checked = pvg("check", *overrides, "--json")
     assert checked.code == 0
     assert checks(checked.document)["the models can write a correct solution"] is passed
     assert len(checked.document["preview"]["verifier_input"]["text"]) > len("0+1?<eos>")  # a solution is shown

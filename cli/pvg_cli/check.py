@@ -1,4 +1,4 @@
-"""`pvg task check`: look at a task's problems, prompts and grades, and check them. Also the preview of `--dry-run`."""
+"""`pvg check`: look at what an experiment would play, and check it. Also the preview of `--dry-run`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,7 @@ MODELS = ("models.prover.source", "models.verifier.source")
 WARNING = ("warn", "yellow")
 MARKS = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("-", "bright_black")}
 
-app = typer.Typer(no_args_is_help=True, help="Look at a task: its problems, prompts and grades.")
 
-
-@app.callback()
-def task() -> None:
-    """Look at a task: its problems, prompts and grades."""
-
-
-@app.command()
 def check(
     name: Annotated[
         str,
@@ -48,17 +40,22 @@ def check(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show a task's problems, prompts and grades, and check them. It downloads no models.
+    """Check an experiment, or a task of your own: settings, problems, prompts, grades, time and memory here.
 
-    The exit code is 1 if a check fails.
+    It downloads no models. The exit code is 2 if a setting is wrong, and 1 if a check fails.
     """
     from pvg.extensions import is_reference
     from pvg.game.task_check import ANY_TEXT, checks_of, preview
+    from pvg.planning.plan import fitted_here
     from pvg.telemetry.events import QUIET_S
 
-    experiment = experiment_of(name, overrides or [])
+    experiment, own = experiment_of(name, overrides or []), is_reference(name)
+    warnings = experiment.warnings()
+    for warning in warnings:
+        say(f"warning: {warning}.")
     announce_loading()
-    models, missing = players_here(experiment, own=is_reference(name))
+    models, missing = players_here(experiment, own=own)
+    needs = "" if own or models is None else fitted_here(experiment, say, force=True)[1]
     with ExitStack() as opened:
         slow = Timer(QUIET_S, say, [f"{name}: making the task's problems and checking them ..."])
         slow.daemon = True
@@ -74,10 +71,16 @@ def check(
             _tell_of_chat_templates(experiment, models)
     failed = [each.name for each in checks if each.passed is False]
     if as_json:
-        facts = {"task": experiment.task.kind, "passed": not failed, "preview": shown, "notice": missing}
+        facts: dict[str, Any] = {
+            "task": experiment.task.kind,
+            "passed": not failed,
+            "preview": shown,
+            "notice": missing,
+        }
+        facts |= {"name": experiment.name, "hash": experiment.hash(), "warnings": warnings, "needs": needs}
         emit({**facts, "checks": [each.plain() for each in checks]})
     else:
-        _print(checks, shown, missing)
+        _print(needs, checks, shown, missing)
     if failed:
         raise typer.Exit(EXIT_CHECK_FAILED)
 
@@ -89,7 +92,7 @@ def experiment_of(name: str, overrides: list[str]) -> Experiment:
     from pvg_cli.runs import DEFAULT_EXPERIMENT, resolve
 
     if name.endswith(".py"):
-        raise UsageError(f"{name} names no class.", f"Name the class of your task: pvg task check {name}:CLASS")
+        raise UsageError(f"{name} names no class.", f"Name the class of your task: pvg check {name}:CLASS")
     if not is_reference(name):
         return resolve(name, overrides)
     return resolve(DEFAULT_EXPERIMENT, ["task.kind=custom", f"task.source={name}", "prompts=chat", *overrides])
@@ -165,12 +168,14 @@ def _opened(experiment: Experiment, opened: ExitStack) -> Task:
 # --- for people -------------------------------------------------------------------------------------------------------
 
 
-def _print(checks: list[TaskCheck], shown: dict[str, Any] | None, missing: str) -> None:
+def _print(needs: str, checks: list[TaskCheck], shown: dict[str, Any] | None, missing: str) -> None:
     from rich.text import Text
 
     from pvg_cli.output import stdout
 
     console = stdout()
+    if needs:
+        console.print(f"{needs}\n")
     for each in checks:
         mark, style = WARNING if each.warning else MARKS[each.passed]
         console.print(
