@@ -473,7 +473,7 @@ REPEATED = 16
 # Autograd keeps the keys and values that a row gathers from before its own tokens, and those of a segment that it
 # splits. So a row counts as more than its own tokens if it gathers more than FREE_KEYS for each: KEYS_PER_TOKEN of the
 # others as one. In a small model with as many heads of keys as of queries, a batch of one dialogue whose rows part at
-# many places then takes at most 1.5 times the memory of one group; larger models and grouped queries keep less.
+# many places then takes at most 1.6 times the memory of one group; larger models and grouped queries keep less.
 FREE_KEYS, KEYS_PER_TOKEN = 2, 8
 
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from pvg.errors import ConfigurationError
-from pvg.models.adapters import adapted, silu_gradients
+from pvg.models.adapters import Adapted, adapted, silu_gradients
 from pvg.models.compute import explained, product_tolerance
 from pvg.models.packing import PackedRows, pack_rows, packed_attention, pad_right, product_dtype
 from pvg.records import Int32
@@ -76,9 +76,12 @@ def _layer(
         (mlp.gate_proj, mlp.up_proj),
         (mlp.down_proj,),
     )
-    plain: list[Callable[..., tuple[Tensor, ...]]] = [partial(_plain, group) for group in groups]
-    project, project_back, widen, narrow = adapted(groups, product_dtype(hidden_TD)) or plain
-    query_TE, key_TE, value_TE = project(_norm(layer.input_layernorm, hidden_TD))
+    low_rank = adapted(groups, product_dtype(hidden_TD))
+    ways: list[Callable[..., tuple[Tensor, ...]]] = [partial(_plain, group) for group in groups]
+    if low_rank is not None:
+        ways = [partial(_adapted, group) for group in low_rank]
+    project, project_back, widen, narrow = ways
+    query_TE, key_TE, value_TE = project(hidden_TD, norm=layer.input_layernorm)
     query_TE, key_TE = (
         cast(Tensor, _Rotate.apply(each_TE, cos_TE, sin_TE))  # type: ignore[no-untyped-call]
         for each_TE in (query_TE, key_TE)
@@ -87,59 +90,84 @@ def _layer(
     if wanted_E is not None:
         hidden_TD = hidden_TD.index_select(0, wanted_E)
     hidden_TD = hidden_TD + project_back(mixed_TE)[0]
-    gate_TI, up_TI = widen(_norm(layer.post_attention_layernorm, hidden_TD))
+    gate_TI, up_TI = widen(hidden_TD, norm=layer.post_attention_layernorm)
     is_silu = isinstance(mlp.act_fn, SiLUActivation | nn.SiLU)
     return hidden_TD + (narrow(gate_TI, up_TI) if is_silu else narrow(mlp.act_fn(gate_TI) * up_TI))[0]
 
 
-def _plain(layers: Sequence[nn.Module], x_TI: Tensor, up_TI: Tensor | None = None) -> tuple[Tensor, ...]:
-    """As pvg.models.adapters.Adapted, for layers without adapters."""
-    if up_TI is not None:
-        x_TI = cast(Tensor, _SwiGlu.apply(x_TI, up_TI))  # type: ignore[no-untyped-call]
-    return tuple(layer(x_TI) for layer in layers)
+def _adapted(group: Adapted, x_TI: Tensor, up_TI: Tensor | None = None, norm: Any = None) -> tuple[Tensor, ...]:
+    return group(x_TI if norm is None else _norm(norm, x_TI), up_TI)
 
 
-class _SwiGlu(torch.autograd.Function):
-    """silu(gate) up, with nothing saved but the two."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_TI: Tensor, up_TI: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_TI, up_TI)
-        return silu(gate_TI) * up_TI
-
-    @staticmethod
-    def backward(ctx: Any, grad_TI: Tensor) -> tuple[Tensor, Tensor]:
-        gate_TI, up_TI = ctx.saved_tensors
-        return silu_gradients(grad_TI, gate_TI, up_TI, silu(gate_TI))
+def _norm(norm: Any, x_TI: Tensor) -> Tensor:
+    found = _Linear.apply((x_TI.dtype, norm.variance_epsilon), x_TI, None, norm.weight)  # type: ignore[no-untyped-call]
+    return cast(Tensor, found[0])
 
 
-def _norm(norm: Any, hidden_TD: Tensor) -> Tensor:
-    found = _RmsNorm.apply(hidden_TD, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
-    return cast(Tensor, found)
+def _plain(
+    layers: Sequence[nn.Module], x_TI: Tensor, up_TI: Tensor | None = None, norm: Any = None
+) -> tuple[Tensor, ...]:
+    """As pvg.models.adapters.Adapted, for layers without adapters. With `norm`, the input is its output instead."""
+    if (norm is None and up_TI is None) or any(type(layer) is not nn.Linear for layer in layers):
+        x_TI = x_TI if norm is None else norm(x_TI)
+        return tuple(layer(x_TI if up_TI is None else silu(x_TI) * up_TI) for layer in layers)
+    how = (product_dtype(x_TI), 0.0 if norm is None else norm.variance_epsilon)
+    weights = [weight for layer in layers for weight in (layer.weight, layer.bias)]
+    found = _Linear.apply(how, x_TI, up_TI, norm and norm.weight, *weights)  # type: ignore[no-untyped-call]
+    return cast("tuple[Tensor, ...]", found)
 
 
-class _RmsNorm(torch.autograd.Function):
-    """y = w n, n = x r, r = (mean x^2 + epsilon)^(-1/2); so dx = r (w dy - n mean(w dy n)), dw = sum of dy n."""
+class _Linear(torch.autograd.Function):
+    """y = h W^T + b of linear layers with one input h: silu(x) up, or the norm w n of x with n = x r and
+    r = (mean x^2 + epsilon)^(-1/2), for which dx = r (w dh - n mean(w dh n)) and dw = sum of dh n. Without layers, h.
 
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-        wide = x_TD.dtype if x_TD.dtype.itemsize > 2 else torch.float32
-        length_T1 = torch.linalg.vector_norm(x_TD, dim=1, keepdim=True, dtype=wide)
-        rate_T1 = length_T1.square_().div_(x_TD.shape[1]).add_(epsilon).rsqrt_()
-        normal_TD = (x_TD * rate_T1).to(x_TD.dtype)
-        ctx.save_for_backward(normal_TD, rate_T1, weight_D)
-        return torch.mul(normal_TD, weight_D)
+    Neither h nor cast weights are kept, because the backward pass computes them again in little time. It adds up what h
+    gets from several layers as autograd does, to the same bits."""
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        normal_TD, rate_T1, weight_D = ctx.saved_tensors
-        wants_x, wants_weight, _ = ctx.needs_input_grad
-        product_TD = grad_TD * normal_TD
-        grad_x = None
+    def forward(
+        ctx: Any, how: Any, x_TI: Tensor, up_TI: Tensor | None, norm_I: Tensor | None, *weights: Any
+    ) -> tuple[Tensor, ...]:
+        (ctx.dtype, epsilon), rate_T1 = how, None
+        if norm_I is not None:
+            wide = x_TI.dtype if x_TI.dtype.itemsize > 2 else torch.float32
+            length_T1 = torch.linalg.vector_norm(x_TI, dim=1, keepdim=True, dtype=wide)
+            rate_T1 = length_T1.square_().div_(x_TI.shape[1]).add_(epsilon).rsqrt_()
+            x_TI = (x_TI * rate_T1).to(x_TI.dtype)
+            input_TI = (x_TI * norm_I).to(ctx.dtype)
+        else:
+            assert up_TI is not None
+            input_TI = (silu(x_TI) * up_TI).to(ctx.dtype)
+        ctx.save_for_backward(x_TI, up_TI, norm_I, rate_T1, *weights)
+        pairs = zip(weights[::2], weights[1::2], strict=True)
+        found = [linear(input_TI, W.to(ctx.dtype), b if b is None else b.to(ctx.dtype)) for W, b in pairs]
+        return tuple(found) if weights else (input_TI,)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, up_TI, norm_I, rate_T1, *weights = ctx.saved_tensors
+        _, wants_x, wants_up, wants_norm, *wanted = ctx.needs_input_grad
+        active_TI = None if up_TI is None else silu(x_TI)
+        of_weights: list[Tensor | None] = [None] * len(weights)
+        if any(wanted):
+            input_TI = (x_TI * norm_I if active_TI is None else active_TI * up_TI).to(ctx.dtype)
+            for place in filter(wanted.__getitem__, range(len(weights))):
+                grad = grads[place // 2]
+                of_weights[place] = (grad.sum(0) if place % 2 else grad.t() @ input_TI).to(weights[place].dtype)
+            del input_TI  # as wide as the layer: at the peak of memory each of them counts
+        if not (wants_x or wants_up or wants_norm):
+            return None, None, None, None, *of_weights
+        grad_TI = grads[0]
+        for place in reversed(range(len(weights) // 2)):
+            part = (grads[place] @ weights[2 * place].to(ctx.dtype)).to(x_TI.dtype)
+            grad_TI = part if 2 * place + 2 == len(weights) else grad_TI.add_(part)
+        if active_TI is not None:
+            return None, *silu_gradients(grad_TI, x_TI, up_TI, active_TI), None, *of_weights
+        product_TI = grad_TI * x_TI
         if wants_x:
-            means_T1 = (product_TD @ weight_D)[:, None] / normal_TD.shape[1]
-            grad_x = (grad_TD * weight_D).addcmul_(normal_TD, means_T1, value=-1.0).mul_(rate_T1)
-        return grad_x, product_TD.sum(0) if wants_weight else None, None
+            means_T1 = (product_TI @ norm_I)[:, None] / x_TI.shape[1]
+            grad_TI = (grad_TI * norm_I).addcmul_(x_TI, means_T1, value=-1.0).mul_(rate_T1)
+        return None, grad_TI if wants_x else None, None, product_TI.sum(0) if wants_norm else None, *of_weights
 
 
 class _Rotate(torch.autograd.Function):
