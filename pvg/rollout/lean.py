@@ -244,9 +244,14 @@ class LeanDecoder:
     def device(self) -> torch.device:
         return self._embedding.device
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a cache per row and column."""
+        return 2 * len(self._layers) * self._kv_heads * self._width * self._embedding.itemsize
+
     def new_cache(self, rows: int, columns: int, old: LeanCache | None = None) -> LeanCache:
-        """A cache of zeros, with the contents of a smaller one, which loses them: only one layer at a time exists
-        twice."""
+        """A cache of zeros, with the first rows of another one of no more columns, which loses them: only one layer at
+        a time exists twice."""
         cos_1TD, sin_1TD = self._rotary(self._embedding, torch.arange(columns, device=self.device)[None])
         attention: Attention = (
             SparseAttention(rows, columns, self._heads, self._kv_heads, self._width)
@@ -257,8 +262,8 @@ class LeanDecoder:
         for _ in self._layers:
             layers.append(attention.buffer(self._zeros))
             if old is not None:
-                smaller = old.kv.pop(0)
-                layers[-1][:, : smaller.shape[1], : smaller.shape[2]] = smaller
+                before = old.kv.pop(0)[:, :rows]
+                layers[-1][:, : before.shape[1], : before.shape[2]] = before
         return LeanCache(layers, cos_1TD[0, :, None], sin_1TD[0, :, None], attention)
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:

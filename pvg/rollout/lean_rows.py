@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pvg.models.compute import KEPT_BYTES
+from pvg.models.compute import KEPT_BYTES, return_freed_memory
 from pvg.models.packing import pad_right, token_budget_batches
 from pvg.records import Float32, Int32
 from pvg.rollout.decoding import PREFILL_TOKENS, DecodedRow, DecodingJob, RunningRows, TurnResult, finished_row
@@ -120,6 +120,13 @@ TURN_STEPS = 16
 # The number of columns is a multiple of this, so a slightly longer request needs no new cache, plus one: rows that are
 # a power of two apart would compete for the same CPU cache lines.
 COLUMNS = 32
+# By how many columns a large cache grows, besides. Each time its rows are copied, which is little beside what they are
+# read in as many steps.
+GROWTH = 96
+
+
+def _whole(columns: int) -> int:
+    return -(-columns // COLUMNS) * COLUMNS + 1
 
 
 @dataclass(slots=True)
@@ -238,24 +245,35 @@ class LeanRows(RunningRows):
         return (finished + list(range(self._extent, self._extent + count)))[:count]
 
     def _make_room(self, rows: int, requests: Sequence[GenerationRequest]) -> None:
-        """Grow slots and cache if they are too small for `rows` such requests. A cache of at most KEPT_BYTES never
-        shrinks, so that a small model's run stops allocating."""
+        """Grow slots and cache if they are too small for `rows` such requests."""
         needed = max(len(request.prompt_ids) + request.sampling.max_tokens for request in requests)
         stops = max(len(request.sampling.stop_ids) for request in requests)
-        old, cache = self._slots, self._cache
-        if cache is not None and rows <= cache.rows and needed <= cache.columns and stops <= old.stop_RS.shape[1]:
-            return
+        old = self._slots
+        have = old.uniform_RC.shape
+        if rows > have[0] or needed > have[1] or stops > old.stop_RS.shape[1]:
+            rows = have[0] if rows <= have[0] else min(self._max_rows, max(rows, 2 * have[0]))
+            new = _Slots.empty(rows, max(have[1], _whole(needed)), max(stops, old.stop_RS.shape[1]))
+            for target, source in zip(new.arrays(), old.arrays(), strict=True):
+                target[tuple(slice(size) for size in source.shape)] = source
+            new.requests[: len(old.requests)] = old.requests
+            self._slots = new
+        self._enlarge(len(self._slots.requests), max(len(request.known_ids) for request in requests))
+
+    def _enlarge(self, rows: int, columns: int) -> None:
+        """Make the cache large enough for `rows` rows and `columns` columns. One of at most KEPT_BYTES gets the size of
+        the slots and never shrinks, so that a small model's run stops allocating. A larger one grows as its rows get
+        longer, by a few columns at a time: most rows end before the longest, and a new cache has no room for them."""
+        cache, most = self._cache, self._slots.uniform_RC.shape
         have = (0, 0) if cache is None else (cache.rows, cache.columns)
-        rows = have[0] if rows <= have[0] else min(self._max_rows, max(rows, 2 * have[0]))
-        columns = max(have[1], -(-needed // COLUMNS) * COLUMNS + 1)
-        new = _Slots.empty(rows, columns, max(stops, old.stop_RS.shape[1]))
-        for target, source in zip(new.arrays(), old.arrays(), strict=True):
-            target[tuple(slice(size) for size in source.shape)] = source
-        new.requests[: len(old.requests)] = old.requests
-        self._slots = new
-        if (rows, columns) != have:
-            self._cache = cache = cache if self._extent else None  # frees an empty old cache first
-            self._cache = self._decoder.new_cache(rows, columns, cache)
+        if rows <= have[0] and columns <= have[1]:
+            return
+        if most[0] * most[1] * self._decoder.token_bytes <= KEPT_BYTES:
+            rows, columns = most
+        else:
+            columns = max(have[1], min(most[1], _whole(columns + GROWTH)))
+            return_freed_memory(rows * columns * self._decoder.token_bytes)
+        self._cache = cache = cache if self._extent else None  # frees an empty old cache first
+        self._cache = self._decoder.new_cache(rows, columns, cache)
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 
@@ -283,9 +301,12 @@ class LeanRows(RunningRows):
 
     def _step(self) -> NDArray[np.int64]:
         """Sample one token for each live row. Returns the slots of these rows."""
-        assert self._cache is not None
         state, device, firsts_E = self._slots, self._decoder.device, self._firsts_E
         rows_L = np.flatnonzero(state.live_R[: self._extent])
+        columns = int(state.position_R[firsts_E].max()) + 1
+        assert self._cache is not None
+        if columns > self._cache.columns:
+            self._enlarge(self._cache.rows if self.joins else len(rows_L), columns)
         if self._settings is None:
             samplings = [request.sampling for row in rows_L if (request := state.requests[row]) is not None]
             self._settings = RowSettings.of(samplings, device)
@@ -293,7 +314,7 @@ class LeanRows(RunningRows):
             torch.from_numpy(state.token_R[firsts_E]).to(device),
             torch.from_numpy(state.position_R[firsts_E]).to(device),
             self._cache,
-            int(state.position_R[firsts_E].max()) + 1,
+            columns,
             self._prefix,
         )
         cache_L, count_L = torch.from_numpy(state.cache_R[rows_L]).to(device), state.count_R[rows_L]

@@ -143,13 +143,14 @@ def test_newcomers_change_no_completion() -> None:
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
-def test_a_large_cache_is_freed_when_no_row_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_cache_grows_with_its_rows_and_is_freed_when_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Players that train next need its memory."""
-    caches, make = list[weakref.ref[Tensor]](), LeanDecoder.new_cache
+    caches, sizes, make = list[weakref.ref[Tensor]](), list[int](), LeanDecoder.new_cache
 
     def remembered(*arguments: Any) -> LeanCache:
         cache = make(*arguments)
         caches.append(weakref.ref(cache.kv[0]))
+        sizes.append(cache.nbytes)
         return cache
 
     async def use(engine: TorchEngine) -> list[list[Any]]:
@@ -159,10 +160,14 @@ def test_a_large_cache_is_freed_when_no_row_runs(monkeypatch: pytest.MonkeyPatch
 
     wanted, freed = grouped(groups=2), False
     monkeypatch.setattr(LeanDecoder, "new_cache", remembered)
-    kept = with_engine(use)
-    monkeypatch.setattr(lean_rows, "KEPT_BYTES", 0)
+    kept, whole = with_engine(use), max(sizes)
+    sizes.clear()
+    for name, value in {"KEPT_BYTES": 0, "COLUMNS": 2, "GROWTH": 0}.items():
+        monkeypatch.setattr(lean_rows, name, value)
     freed = True
     assert with_engine(use) == kept
+    assert len(sizes) > 10
+    assert max(sizes) < whole
 
 
 @pytest.mark.parametrize("build", KINDS)
