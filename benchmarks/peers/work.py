@@ -90,7 +90,7 @@ def make_model(folder: Path, *, stops: bool, seed: int = 0) -> None:
 def peak_gb() -> float:
     """The most memory so far in 10^9 bytes, summed over this process and its children, as Linux counts it."""
     status = [Path(f"/proc/{number}/status").read_text() for number in (os.getpid(), *_children(os.getpid()))]
-    return sum(int(text.partition("VmHWM:")[2].split()[0]) for text in status) / 1e6
+    return sum(int(text.partition("VmHWM:")[2].split()[0]) for text in status) * 1024 / 1e9
 
 
 def _children(process: int) -> Iterator[int]:
