@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from pvg.errors import Closing, ConfigurationError
+from pvg.models.compute import return_freed_memory
 from pvg.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ class LanguageModel(Closing):
         missing = sorted(weights.keys() - accepted.keys())
         if missing:
             raise self._misfit(f"also needs {missing[0]!r} ({len(missing)} weights are missing)")
+        return_freed_memory(sum(self._dropped.values()))
         while self._dropped:
             storage, size = self._dropped.popitem()
             storage.resize_(size)

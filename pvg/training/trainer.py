@@ -114,6 +114,9 @@ def load_optimizer_tensors(
             }
 
 
+# During micro-batches of a large model, freed blocks of this size go back to the system: gradients, which stay, would
+# otherwise split the memory that activations had.
+WIDE_BYTES = 1 << 22
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 # Remedies for a GPU out of memory, by the settings' section.
@@ -436,17 +439,20 @@ def accumulate(
     """Add the gradients of the micro-batches to the module's. Returns the loss of each (a scalar), and their
     metrics."""
     device = next(module.parameters()).device
+    size = sum(weight.nbytes for weight in module.parameters())
     losses, metrics, whole = list[Tensor](), Metrics(), cast(object, objective)
     if isinstance(whole, SurveysBatch):
         with torch.no_grad(), autocast(precision, device):
             micro_batches = whole.survey(module, micro_batches)
     for micro_batch in micro_batches:
+        return_freed_memory(size, WIDE_BYTES)  # what earlier passes have freed has other sizes
         with autocast(precision, device):
             loss, found = objective(module, micro_batch)
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         metrics.merge(found)
         metrics.add_sum("micro_batches", 1)
+    return_freed_memory(size)
     return losses, metrics
 
 
