@@ -8,15 +8,14 @@ from typing import Annotated
 import typer
 
 from pvg.errors import EXIT_CHECK_FAILED
-from pvg_cli import completion
 from pvg_cli.boundary import emit, say
-from pvg_cli.options import DebugOption, JsonOption, RunsOption
+from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption
 
 ANY = "any"
 
 
 def diagnose(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run.", autocompletion=completion.runs)],
+    run: RunArgument,
     runs: RunsOption = Path("runs"),
     fail_on: Annotated[
         list[str] | None,
