@@ -22,6 +22,8 @@ import torch
 from calling import ENTRY
 from safetensors.torch import load_file, save_file
 
+from pvg.config.load import find_experiment
+
 ROOT = Path(__file__).parent.parent.parent
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 PATIENCE_S = 300.0
@@ -119,9 +121,12 @@ def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
     write_model(tmp_path / "my-model")
     write_data(tmp_path / "problems.jsonl")
     [experiment] = blocks("toml")
-    for name, size in SIZES.items():
-        experiment = re.sub(rf"^{name} = \d+", f"{name} = {size}", experiment, flags=re.MULTILINE)
     (tmp_path / "mine.toml").write_text(experiment)
+    base = find_experiment("own").read_text()
+    for name, size in SIZES.items():
+        base = re.sub(rf"^{name} = \d+", f"{name} = {size}", base, flags=re.MULTILINE)
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "own.toml").write_text(base)
 
     commands = [shlex.split(line, comments=True) for line in "".join(blocks("")).splitlines()]
     assert all(program == "pvg" for program, *_ in commands)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -209,3 +210,26 @@ def test_a_run_gets_no_rounds_that_were_not_asked_for(calls: list[dict[str, Any]
     assert "The run 'longer' has 2 rounds, and cannot get fewer." in fewer.err
     assert longer.experiment().game.rounds == 2
     assert calls == []
+
+
+@pytest.mark.slow
+def test_ones_own_model_and_data_need_no_experiment_file() -> None:
+    rows = [json.dumps({"question": f"7+{n % 10}+{n // 10}+1+2", "answer": n % 10}) for n in range(100)]
+    Path("sums.jsonl").write_text("\n".join(rows))
+    own = (
+        "--model",
+        "embedded:modchain-prover",
+        "--data",
+        "sums.jsonl",
+        "-s",
+        "prompts=tag",
+        "-s",
+        "rollout.max_tokens=48",
+    )
+    planned = pvg("train", *own, "--dry-run", "--json")
+    assert planned.code == 0, planned.err
+    experiment = planned.document["experiment"]
+    assert (experiment["name"], experiment["task"]["path"]) == ("own", "sums.jsonl")
+    assert {player["source"] for player in (experiment["models"]["prover"], experiment["models"]["verifier"])} == {
+        "embedded:modchain-prover"
+    }
