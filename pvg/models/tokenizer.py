@@ -46,6 +46,8 @@ _CODES = [f"%-{code}" for code in "dHIjmMSy"] + [f"%{code}" for code in "aAbBcCd
 _CHANGES = "".join(f"|replace({code!r}, {TODAY.strftime(code)!r})" for code in _CODES)
 # A macro hides the global function of its name. jinja drops the line break after it.
 _DATE = f"{{%- macro strftime_now(format) -%}}{{{{ format{_CHANGES} }}}}{{%- endmacro %}}\n"
+# Of templates with a mode in which the model thinks first, as Qwen3's: the verifier reads all that a prover writes.
+_UNTHINKING = "{%- set enable_thinking = false -%}\n"
 _RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")  # what else of jinja writes another text each time
 # Limits of a chat template without its contents, which usually takes a millisecond for 1,000 characters.
 TEMPLATE_SECONDS, MOST_WRITTEN = 10.0, 1_000_000  # seconds of CPU time, characters
@@ -281,7 +283,7 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> str:
-        """The chat template, with a fixed date if it asks for one."""
+        """The chat template, with a fixed date if it asks for one, and without thoughts."""
         if self._fast.chat_template is None:
             raise ConfigurationError(
                 f"The tokenizer of {self.name} has no chat template.",
@@ -296,6 +298,7 @@ class Tokenizer:
             raise self._refusal(f"is none: {error}") from None
         if _RANDOM.search(code):
             raise self._refusal("writes random text")
+        text = _UNTHINKING + text if "enable_thinking" in text else text
         return _DATE + text if "strftime_now" in text else text
 
     def _layout(self, roles: tuple[str, ...], system: str = "") -> Layout:

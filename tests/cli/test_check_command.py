@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 from calling import pvg
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "game"))
+from tiny_chat import chatting
 
 from pvg.config.task import CustomTask, TaskSection
 from pvg.errors import ConfigurationError
@@ -201,6 +206,43 @@ def test_a_real_chat_model_shows_its_template() -> None:
     assert found["prompts"]["helpful"]["text"].startswith("<|im_start|>system\nSolve the problem.")
     assert found["verifier_input"]["text"].endswith("Answer yes or no.<|im_end|>\n<|im_start|>assistant\n")
     assert found["graded"][0]["correct"]
+
+
+# As Qwen3's: ends with an empty thought if it is asked not to think.
+THINKING = (
+    "{% for m in messages %}<|s|>{{ m.role }}\n{{ m.content }}<|e|>\n{% endfor %}{% if add_generation_prompt %}"
+    "<|s|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", ["qwen3-critic", "qwen3-reasoning-verifier"])
+def test_the_shipped_experiments_of_qwen3_ask_it_not_to_think(name: str) -> None:
+    """With models of its architecture. The prover's and the critic's prompts and the verifier's input end alike."""
+    pytest.importorskip("peft", reason="needs peft: pip install '.[lora]'")
+    tokenizer = chatting("yes", "no")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=tokenizer.vocab_size, num_key_value_heads=1, head_dim=16, eos_token_id=0, **sizes)
+    ).save_pretrained("model")
+    tokenizer.save(Path("model"))
+    Path("model/chat_template.jinja").write_text(THINKING)
+    Path("gsm8k").mkdir()
+    for split, first in (("train", 0), ("test", 1000)):
+        rows = [
+            {"question": f"What is {n} + 3?", "answer": f"{n} + 3\n#### {n + 3}"} for n in range(first, first + 600)
+        ]
+        Path(f"gsm8k/{split}.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    settings = ["task.path=gsm8k", "models.prover.source=model", "models.verifier.source=model", "models.device=cpu"]
+    called = pvg("train", name, "--dry-run", "--json", *(word for setting in settings for word in ("-s", setting)))
+    assert called.code == 0, called.err
+    found = called.document["preview"]
+    for role in ("helpful", "sneaky"):
+        assert found["prompts"][role]["text"].endswith("<|s|>assistant\n<think>\n\n</think>\n\n")
+    assert found["verifier_input"]["text"].endswith("<|s|>assistant\n<think>\n\n</think>\n\n")
+    heard = [turn["text"] for turn in found["episode"] if turn["seat"] == "critic" and turn["by"][:1] != ["critic"]]
+    assert all(text.endswith("</think>\n\n") for text in heard)
+    assert bool(heard) == (name == "qwen3-critic"), found["episode"]
 
 
 # --- solutions that the models cannot write ---------------------------------------------------------------------------

@@ -14,11 +14,13 @@ TEMPLATE = (
 )
 
 
-def chatting() -> Tokenizer:
+def chatting(*words: str) -> Tokenizer:
+    """`words`: tokens besides the characters."""
     characters = ["<|e|>", "<|s|>", "<unk>", "\n", *map(chr, range(32, 127))]
     rules = Rules(models.WordLevel({token: number for number, token in enumerate(characters)}, unk_token="<unk>"))
     rules.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     rules.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=rules, eos_token="<|e|>", additional_special_tokens=["<|s|>"])
+    fast.add_tokens(list(words))
     fast.chat_template = TEMPLATE
     return Tokenizer(fast, "chatting")

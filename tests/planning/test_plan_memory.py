@@ -427,6 +427,32 @@ def test_the_shipped_experiment_for_a_gpu_fits_it_by_the_plan(memory_gb: int, tm
     assert replace(ahead, memory_gb=13).fits(made.memory[2]) is True
 
 
+QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+QWEN3 |= {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "memory_gb", "more"),
+    [
+        ("qwen3-critic", 80, []),
+        ("qwen3-critic", 24, ["serving.gpu_memory_utilization=0.7", "serving.max_num_seqs=96"]),
+        ("qwen3-reasoning-verifier", 80, []),
+        ("qwen3-reasoning-verifier", 24, ["models.dtype=bfloat16"]),
+    ],
+)
+def test_the_shipped_experiments_of_two_models_fit_the_gpus_that_they_name(
+    name: str, memory_gb: int, more: list[str], tmp_path: Path
+) -> None:
+    prover = shape({**QWEN3, "hidden_size": 2048, "intermediate_size": 6144}, tmp_path)
+    verifier = shape({**QWEN3, "hidden_size": 1024, "intermediate_size": 3072}, tmp_path)
+    assert (prover.parameters, verifier.parameters) == (1_720_574_976, 596_049_920)  # Qwen3-1.7B and Qwen3-0.6B
+    experiment = load_experiment(find_experiment(name), ["models.device=cuda", *more])
+    inputs = Inputs.assumed(experiment, prover, verifier, MACHINES["l40s"])
+    made = plan_of(experiment, inputs, prover, verifier, memory_gb=memory_gb)
+    assert [made.fits(stage) for stage in made.memory] == [True, True, True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rank", "most"), [("bfloat16", 16, 4.0), ("float32", 0, 9.9)])
 def test_a_long_row_with_a_large_vocabulary_takes_less_than_trl(
