@@ -97,7 +97,11 @@ def arithmetic_table(experiment: Experiment) -> Table:
         players += " + updates"
         every = f"{counted(schedule.every, 'step')} after each {schedule.every:,} batches"
         rows.append(("steps of verifier updates per round", numbers.verifier_update_steps_per_round, every))
-    rows.append(("optimizer steps in total", numbers.optimizer_steps, f"{counted(game.rounds, 'round')} x ({players})"))
+    total = f"{counted(game.rounds, 'round')} x ({players})"
+    if judge := experiment.judge_steps:
+        total = f"judge + {total}"
+        rows.append(("steps of a judge in round 0", judge, "compares the critic with it: docs/protocols.md"))
+    rows.append(("optimizer steps in total", numbers.optimizer_steps, total))
     table = Table([Column("derived"), Column("", "right", "strong"), Column("from", style="quiet")])
     for label, value, origin in rows:
         table.add(label, f"{value:,}", origin)

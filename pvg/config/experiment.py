@@ -74,6 +74,12 @@ class Experiment(AllSections):
             return 0
         return prover_steps // self.training.minibatches // schedule.every * schedule.every
 
+    @property
+    def judge_steps(self) -> int:
+        """Optimizer steps of the judge with which the first mint compares a critic. A generative judge has none."""
+        trained = isinstance(self.game.protocol, CriticProtocol) and not self.verifier.verdict_tokens
+        return self.verifier_steps(0) * trained
+
     def sources(self) -> dict[str, str]:
         """Where the models and the task's data come from, by the settings that say so."""
         found = {f"models.{player}.source": getattr(self.models, player).source for player in ("prover", "verifier")}
@@ -167,7 +173,7 @@ class Experiment(AllSections):
             prover_rollouts_per_round=rollouts * -(-training.steps // training.minibatches),
             verifier_update_steps_per_round=updates,
             # The verifier's phases grow by equal amounts.
-            optimizer_steps=rounds * (first + last) // 2 + rounds * (training.steps + updates),
+            optimizer_steps=self.judge_steps + rounds * (first + last) // 2 + rounds * (training.steps + updates),
         )
 
     def warnings(self) -> list[str]:

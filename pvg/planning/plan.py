@@ -505,13 +505,13 @@ def plan_of(
 
 
 def _run_s(experiment: Experiment, work: BatchWork, bounds: StepBounds, verifier_share: float) -> float:
-    """Seconds of all rounds: mint, verifier phase, prover phase, and the round's test. `verifier_share`: the verifier's
-    parameters by the prover's."""
+    """Seconds of all rounds: mint, the judge of the first one, verifier phase, prover phase, and the round's test.
+    `verifier_share`: the verifier's parameters by the prover's."""
     game, training = experiment.game, experiment.training
     sample_s = bounds.sampling_s / work.rollouts
     batches = game.rounds * math.ceil(training.steps / training.minibatches)
     sampled = 2 * game.rounds * game.test.problems * game.test.samples  # both roles
-    sequences = 0
+    sequences = 2 * experiment.verifier.pairs * experiment.judge_steps
     for round_ in range(game.rounds):
         sampled += game.problems_of_mint(round_) * game.mint_samples
         sequences += 2 * experiment.verifier.pairs * experiment.verifier_phase_steps(round_)

@@ -153,6 +153,8 @@ def steps_done(cell: Cell, state: dict[str, Any]) -> int:
     prover = experiment.training.steps + experiment.verifier_update_steps(experiment.training.steps)
     done = sum(experiment.verifier_phase_steps(earlier) + prover for earlier in range(round_))
     verifier, step = experiment.verifier_phase_steps(round_), int(state.get("step", 0))
+    if round_ or state.get("phase") in ("train_verifier", "train_prover", "checkpoint"):
+        done += experiment.judge_steps
     match state.get("phase"):
         case "train_verifier":
             done += step

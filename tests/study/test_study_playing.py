@@ -312,6 +312,13 @@ def test_steps_done_are_optimizer_steps(state: dict[str, object], done: int) -> 
     assert steps_done(small().cells[0], state) == done
 
 
+def test_a_critic_game_trains_a_judge_before_its_first_verifier() -> None:
+    cell = small(SMALL.replace("verifier.steps = 3", "verifier.steps = 3\ngame.protocol = 'critic'")).cells[0]
+    phases = ("mint", "train_verifier", "checkpoint")
+    assert [steps_done(cell, {"phase": phase, "round": 0}) for phase in phases] == [0, 3, 3 + 3 + 5]
+    assert steps_done(cell, {"phase": "checkpoint", "round": 1}) == cell.steps == 3 + 2 * (3 + 5)
+
+
 def test_an_ensemble_takes_the_steps_of_all_members() -> None:
     cell = small(SMALL.replace("verifier.steps = 3", "verifier.steps = 3\nverifier.ensemble = 'mean'")).cells[0]
     assert cell.steps == 2 * (3 * 3 + 5)
