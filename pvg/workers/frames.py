@@ -7,9 +7,8 @@
 Nothing is unpickled: a record is one of the dataclasses in RECORDS.
 
 On the wire: the header's length (uint32) and the body's (uint64), little-endian; the header, which is JSON; the arrays
-one after the other, each aligned to ALIGNMENT bytes. What JSON lacks stands in the header as an object with one key
-that begins with "$". A list of equal records or tuples travels by column, and a list of arrays as one array, because a
-block has thousands of requests, and Python takes microseconds for each object.
+one after the other, each aligned to ALIGNMENT bytes. The header has values by column, as what they are and their
+content: a block has thousands of requests, and Python takes microseconds for each object.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ import asyncio
 import importlib
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import accumulate, chain, pairwise
 from operator import attrgetter
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -34,9 +32,6 @@ ALIGNMENT = 16
 # Larger messages are a defect: the limits keep a damaged length from taking all memory.
 MOST_HEADER = 1 << 30
 MOST_BODY = 1 << 40
-# Single values; and lists of JSON values, of arrays with one axis, of one object, of equal records and of tuples.
-ARRAY, NUMBER, TUPLE, RECORD, MAPPING = "$array", "$number", "$tuple", "$record", "$mapping"
-PLAIN, ARRAYS, SAME, RECORDS_BY_FIELD, TUPLES = "$plain", "$arrays", "$same", "$records", "$tuples"
 # What may travel as a record, and its module, which is imported at the first use: some modules import torch.
 RECORDS = {
     "VersionSpan": "pvg.records",
@@ -64,7 +59,7 @@ class Frame:
 def packed(frame: Frame) -> list[bytes | memoryview]:
     """The frame as the pieces to write, without copies of large arrays."""
     body = _Body()
-    header = orjson.dumps({"kind": frame.kind, "fields": body.taken(frame.fields)})
+    header = orjson.dumps([frame.kind, body.column([frame.fields])])
     return [PREFIX.pack(len(header), body.size), header, *body.pieces]
 
 
@@ -75,44 +70,37 @@ class _Body:
         self.pieces: list[bytes | memoryview] = []
         self.size = 0
 
-    def taken(self, value: Any) -> Any:
-        """`value` as JSON data, once its arrays are taken."""
-        taken: Any = value
-        if isinstance(value, np.ndarray):
-            taken = {ARRAY: self._place(np.asarray(value, order="C"))}
-        elif isinstance(value, Mapping):
-            content = {name: self.taken(entry) for name, entry in value.items()}
-            taken = {MAPPING: list(content.items())} if _mark(content) else content
-        elif isinstance(value, list):
-            taken = self._list(value)
-        elif isinstance(value, tuple):
-            taken = {TUPLE: self._list(list(value))}
-        elif is_dataclass(value):
-            values = [self.taken(getattr(value, each.name)) for each in fields(value)]
-            taken = {RECORD: [type(value).__name__, values]}
-        elif isinstance(value, np.generic):
-            taken = self.taken(value.item())
-        elif isinstance(value, float) and not math.isfinite(value):
-            taken = {NUMBER: str(value)}
-        return taken
-
-    def _list(self, value: list[Any]) -> Any:
-        kinds = set(map(type, value))
-        kind: Any = kinds.pop() if len(kinds) == 1 else object
-        if kind in (int, str, bool, NoneType) or (kind is float and all(map(math.isfinite, value))):
-            return {PLAIN: value}
-        if kind is np.ndarray and {(each.dtype, each.ndim) for each in value} == {(value[0].dtype, 1)}:
-            return {ARRAYS: [self._place(np.concatenate(value)), list(map(len, value))]}
-        if is_dataclass(kind):
-            if len(set(map(id, value))) == 1:
-                return {SAME: [self.taken(value[0]), len(value)]}
-            columns = [self._list(list(map(attrgetter(each.name), value))) for each in fields(kind)]
-            return {RECORDS_BY_FIELD: [type(value[0]).__name__, columns]}
-        if kind is tuple:
-            return {TUPLES: [self._list(list(chain(*value))), list(map(len, value))]}
-        return [self.taken(entry) for entry in value]
+    def column(self, values: list[Any]) -> list[Any]:
+        """What the values are and their content as JSON data, once their arrays are taken."""
+        kinds = set(map(type, values))
+        kind: Any = kinds.pop() if len(kinds) == 1 else None
+        found: list[Any] = ["plain", values]
+        if kind is None:
+            found = ["mixed", [self.column([value]) for value in values]]
+        elif kind is float and not all(map(math.isfinite, values)):
+            found = ["floats", list(map(str, values))]
+        elif kind is np.ndarray:
+            if len(values) > 1 and {(each.dtype, each.ndim) for each in values} == {(values[0].dtype, 1)}:
+                found = ["rows", self._place(np.concatenate(values)), list(map(len, values))]
+            else:
+                found = ["arrays", list(map(self._place, values))]
+        elif kind in (list, tuple):
+            found = [kind.__name__, self.column(list(chain(*values))), list(map(len, values))]
+        elif is_dataclass(kind):
+            if len(values) > 1 and len(set(map(id, values))) == 1:
+                found = ["same", self.column(values[:1]), len(values)]
+            else:
+                columns = [self.column(list(map(attrgetter(each.name), values))) for each in fields(kind)]
+                found = ["records", kind.__name__, columns]
+        elif issubclass(kind, Mapping):
+            # Each entry for itself, because the entries of a message differ in kind.
+            found = ["dicts", [[[name, self.column([entry])] for name, entry in value.items()] for value in values]]
+        elif issubclass(kind, np.generic):
+            found = self.column([value.item() for value in values])
+        return found
 
     def _place(self, array: Array) -> list[Any]:
+        array = np.asarray(array, order="C")
         offset, padding = self.size, -array.nbytes % ALIGNMENT
         if array.nbytes:
             self.pieces += [array.reshape(-1).view(np.uint8).data, b"\0" * padding]
@@ -148,45 +136,35 @@ def unpacked(data: bytes) -> Frame:
     return _frame(view[PREFIX.size : start], bytearray(view[start:]))
 
 
-def _frame(header_text: bytes | memoryview, body: bytearray) -> Frame:
-    header = orjson.loads(header_text)
-    return Frame(header["kind"], _given(header["fields"], body))
+def _frame(header: bytes | memoryview, body: bytearray) -> Frame:
+    kind, column = orjson.loads(header)
+    return Frame(kind, _values(column, body)[0])
 
 
-def _given(value: Any, body: bytearray) -> Any:
-    """The inverse of `_Body.taken`."""
-    if isinstance(value, list):
-        return [_given(entry, body) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    if not (mark := _mark(value)):
-        return {name: _given(entry, body) for name, entry in value.items()}
-    content = found = value[mark]  # of PLAIN
-    if mark == ARRAY:
-        found = _array(content, body)
-    elif mark == ARRAYS:
-        found = _parts(_array(content[0], body), content[1])
-    elif mark == NUMBER:
-        found = float(content)
-    elif mark == MAPPING:
-        found = {name: _given(entry, body) for name, entry in content}
-    elif mark == TUPLE:
-        found = tuple(_given(content, body))
-    elif mark == SAME:
-        found = [_given(content[0], body)] * content[1]
-    elif mark == TUPLES:
-        found = list(map(tuple, _parts(_given(content[0], body), content[1])))
-    elif mark in (RECORD, RECORDS_BY_FIELD):
-        kind = getattr(importlib.import_module(RECORDS[content[0]]), content[0])
-        values = _given(content[1], body)
-        found = kind(*values) if mark == RECORD else list(map(kind, *values))
-    return found
-
-
-def _mark(value: Mapping[str, Any]) -> str:
-    """The key of an object that stands for what JSON lacks; "": it is a mapping."""
-    first = next(iter(value), "")
-    return first if first.startswith("$") else ""
+def _values(column: list[Any], body: bytearray) -> list[Any]:
+    """The inverse of `_Body.column`."""
+    found: Iterable[Any]
+    match column:
+        case ["plain", values]:
+            found = values
+        case ["mixed", columns]:
+            found = [_values(each, body)[0] for each in columns]
+        case ["floats", texts]:
+            found = map(float, texts)
+        case ["arrays", places]:
+            found = [_array(place, body) for place in places]
+        case ["rows", place, lengths]:
+            found = _parts(_array(place, body), lengths)
+        case ["same", entry, count]:
+            found = _values(entry, body) * count
+        case ["records", name, columns]:
+            kind = getattr(importlib.import_module(RECORDS[name]), name)
+            found = map(kind, *(_values(each, body) for each in columns))
+        case ["dicts", contents]:
+            found = [{name: _values(entry, body)[0] for name, entry in content} for content in contents]
+        case [sequence, entries, lengths]:
+            found = map({"list": list, "tuple": tuple}[sequence], _parts(_values(entries, body), lengths))
+    return list(found)
 
 
 def _array(place: list[Any], body: bytearray) -> Array:
@@ -196,5 +174,5 @@ def _array(place: list[Any], body: bytearray) -> Array:
     return view.copy() if view.nbytes < len(body) // 2 else view
 
 
-def _parts(whole: Any, lengths: list[int]) -> list[Any]:
+def _parts(whole: Any, lengths: Iterable[int]) -> list[Any]:
     return [whole[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]

@@ -154,13 +154,12 @@ PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | FLOATS | 
 RECORDS = st.builds(Timing, st.floats(), FLOATS) | st.builds(VersionSpan, st.integers(0, 9), st.integers(0, 9))
 SPANS = st.lists(st.builds(VersionSpan, st.integers(0, 9), st.integers(0, 9)), max_size=3).map(tuple)
 ENTRIES = PLAIN | RECORDS | SPANS | ARRAYS
-NAMES = st.text(max_size=3) | st.sampled_from(["$array", "$plain", "$tuple"])
 VALUES = st.recursive(
     ENTRIES,
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(NAMES, inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
         | inner.flatmap(lambda entry: st.lists(st.just(entry), max_size=3))
     ),
     max_leaves=12,
