@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from importlib import metadata
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pvg
@@ -35,7 +34,7 @@ ROOM_S = 300.0  # how long a run waits for a cluster with room, at its start and
 CALL_S = 120.0  # for an answer of Ray; most requests between its processes end after 60 s
 LEAVE_S = 30.0  # Ray's own shutdown waits without a limit for a head that hangs
 MODE = "RAY_AUTH_MODE"
-TOKEN, TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+TOKEN = "RAY_AUTH_TOKEN"
 # Ray's name for: nodes use 127.0.0.1. Otherwise Ray replaces a loopback address by the machine's own.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -67,18 +66,17 @@ class RayClient:
     async def connection(self) -> Any:
         """The module ray. Raises the errors of `open_cluster`, and WorkerLostError if the cluster is not open in
         ROOM_S."""
-        try:
-            async with patience(self.events, f"the Ray cluster at {self._where} to start", ROOM_S):
-                return await asyncio.shield(asyncio.wrap_future(self._connected))
-        except TimeoutError:
-            raise head_lost(self._where) from None
+        return await self._within(ROOM_S, self._connected, f"the Ray cluster at {self._where} to start")
 
     async def call(self, work: Callable[..., T], *arguments: object) -> T:
         """A call of Ray that blocks. Raises WorkerLostError if it has no answer in CALL_S, or Ray gives up earlier."""
-        called = asyncio.wrap_future(self._submit(work, *arguments))
+        called = self._submit(work, *arguments)
+        return await self._within(CALL_S, called, f"an answer of the Ray cluster at {self._where}")
+
+    async def _within(self, limit_s: float, answer: Future[T], what: str) -> T:
         try:
-            async with patience(self.events, f"an answer of the Ray cluster at {self._where}", CALL_S):
-                return await called
+            async with patience(self.events, what, limit_s):
+                return await asyncio.shield(asyncio.wrap_future(answer))
         except TimeoutError:  # also of Ray itself
             raise head_lost(self._where) from None
 
@@ -156,11 +154,10 @@ class RayClient:
         future: Future[T] = Future()
 
         def call() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work(*arguments))
-                except BaseException as error:  # noqa: BLE001 - the caller gets it
-                    future.set_exception(error)
+            try:
+                future.set_result(work(*arguments))
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
+                future.set_exception(error)
 
         self._calls.call_soon_threadsafe(call)
         return future
@@ -255,10 +252,18 @@ def _options(ray: Any) -> dict[str, Any]:
 
 
 def _join(address: str, log: Callable[[str], None]) -> Any:
-    host, port = _host_and_port(address)
-    _require_token(address)
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or set(host) & set("/?#@") or not has_place(f"//{address}"):
+        what = f"{shortened(address)!r} is no address of a Ray cluster."
+        raise UsageError(what, "Give HOST:PORT, such as 10.0.0.1:6379")
+    if os.environ.get(MODE, "token").lower() != "token":
+        raise MissingRequirementError(
+            f"{MODE} is {os.environ[MODE]!r}, and pvg joins only clusters with token authentication.",
+            f"Start the cluster with {MODE}=token, and set it here too",
+        )
+    os.environ[MODE] = "token"
     try:
-        socket.create_connection((host, port), timeout=REACH_S).close()
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
     except OSError as error:
         raise MissingRequirementError(
             f"No Ray cluster answers at {address}: {error.strerror or error}.",
@@ -270,48 +275,12 @@ def _join(address: str, log: Callable[[str], None]) -> Any:
     try:
         ray.init(address, **_options(ray))
     except Exception as error:
-        raise _refusal(ray, address, error) from error
-    return ray
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or set(host) & set("/?#@") or not has_place(f"//{address}"):
-        what = f"{shortened(address)!r} is no address of a Ray cluster."
-        raise UsageError(what, "Give HOST:PORT, such as 10.0.0.1:6379")
-    return host, int(port)
-
-
-def _require_token(address: str) -> None:
-    """Raises MissingRequirementError if this process has no token."""
-    if os.environ.get(MODE, "token").lower() != "token":
         raise MissingRequirementError(
-            f"{MODE} is {os.environ[MODE]!r}, and pvg joins only clusters with token authentication.",
-            f"Start the cluster with {MODE}=token, and set it here too",
-        )
-    os.environ[MODE] = "token"
-    if TOKEN in os.environ or TOKEN_FILE in os.environ or (Path.home() / ".ray" / "auth_token").is_file():
-        return
-    raise MissingRequirementError(
-        f"There is no token for the Ray cluster at {address}.",
-        "Make one on its head (ray get-auth-token --generate), and copy ~/.ray/auth_token from there to this machine",
-    )
-
-
-def _refusal(ray: Any, address: str, error: Exception) -> MissingRequirementError:
-    """Why the cluster at `address` cannot be joined."""
-    text = f"{error} {error.__cause__ or ''}"
-    if isinstance(error, ray.exceptions.AuthenticationError) or "uthenticat" in text:
-        return MissingRequirementError(
-            f"The Ray cluster at {address} does not accept the token.",
-            "Copy ~/.ray/auth_token from its head to this machine, or set RAY_AUTH_TOKEN_PATH",
-        )
-    if "node_ip_address" in text or "o node" in text:
-        return MissingRequirementError(
-            f"This machine is not a node of the Ray cluster at {address}: {_cause(error)}.",
-            f"Join it first: RAY_AUTH_MODE=token ray start --address {address}",
-        )
-    return MissingRequirementError(f"The Ray cluster at {address} cannot be joined: {_cause(error)}.")
+            f"This machine cannot join the Ray cluster at {address}: {shortened(_cause(error), LONGEST_LINE)}.",
+            "Copy ~/.ray/auth_token from its head to this machine, and make the machine a node: "
+            f"RAY_AUTH_MODE=token ray start --address {address}",
+        ) from error
+    return ray
 
 
 def _cause(error: BaseException) -> str:

@@ -53,16 +53,11 @@ def test_what_is_no_address_is_refused(address):
 
 
 def test_a_cluster_without_authentication_is_refused(monkeypatch):
-    missing = refusal("127.0.0.1:6379")
-    assert "no token" in missing.message
-    assert "ray get-auth-token --generate" in missing.remedy
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert "only clusters with token authentication" in refusal("127.0.0.1:6379").message
 
 
-def test_an_address_where_no_cluster_answers_is_refused(monkeypatch, tmp_path):
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+def test_an_address_where_no_cluster_answers_is_refused():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         error = refusal(f"127.0.0.1:{unused.getsockname()[1]}")

@@ -106,9 +106,12 @@ def test_a_cluster_of_two_nodes_computes_the_same_bits(monkeypatch):
     assert expected[0] != expected[1]
     with simulated_nodes([1, 1], QUICK) as nodes:
         asyncio.run(asyncio.wait_for(on_the_cluster(monkeypatch, nodes, expected), 600))
-        monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
-        with pytest.raises(MissingRequirementError, match="does not accept the token"):
-            open_cluster(2, nodes.address, print)
+        for wrong in ({"RAY_AUTH_TOKEN": "0" * 64}, {"RAY_AUTH_TOKEN_PATH": os.devnull}):
+            with monkeypatch.context() as changed:
+                for name, value in wrong.items():
+                    changed.setenv(name, value)
+                with pytest.raises(MissingRequirementError, match=r"cannot join .*oken"):
+                    open_cluster(2, nodes.address, print)
 
 
 async def on_gpus(monkeypatch, nodes: SimulatedNodes) -> None:
