@@ -91,7 +91,7 @@ class _Body:
                 found = ["same", self.column(values[:1]), len(values)]
             else:
                 columns = [self.column(list(map(attrgetter(each.name), values))) for each in fields(kind)]
-                found = ["records", kind.__name__, columns]
+                found = ["records", type(values[0]).__name__, columns]
         elif issubclass(kind, Mapping):
             # Each entry for itself, because the entries of a message differ in kind.
             found = ["dicts", [[[name, self.column([entry])] for name, entry in value.items()] for value in values]]

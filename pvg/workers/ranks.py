@@ -20,6 +20,7 @@ part. Invariant: all ranks run the same number of forward passes. Otherwise they
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import math
 import os
 import signal
@@ -38,6 +39,7 @@ import psutil
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pvg.config.rollout import Rollouts
@@ -92,10 +94,9 @@ class RankGroup:
         self._local = launch.local
         self._part: _Part | None = None
         self.used = self.broken = False  # broken: it can do nothing more
-        address = LOOPBACK if launch.one_machine else _route(launch.host)
-        if not launch.one_machine and address.startswith("127."):  # a machine's own name may stand for 127.0.1.1
-            address = _route(ELSEWHERE)
-        interface = _interface_of(address)
+        interface = _interface_to(LOOPBACK if launch.one_machine else launch.host)
+        if not launch.one_machine and interface == _interface_to(LOOPBACK):  # a machine's own name may mean 127.0.1.1
+            interface = _interface_to(ELSEWHERE)
         # NCCL takes a name without = for the beginning of one.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
@@ -115,7 +116,7 @@ class RankGroup:
         """Rank 0: let all ranks do this, and return rank 0's result. `whole`: the tensors that rank 0 gives or gets."""
         frame = Frame(what, fields or {})
         try:
-            self._broadcast(frame)
+            self._sent(frame)
             return self._do(frame, whole or {})
         except BaseException:
             self.broken = True  # the others may wait within this command, and would not hear the next one
@@ -128,7 +129,7 @@ class RankGroup:
             signal.signal(number, signal.SIG_IGN)
         _return_freed_memory()
         try:
-            while (frame := self._heard()).kind != "end":
+            while (frame := self._sent()).kind != "end":
                 self._do(frame, {})
         except RankLostError:
             return EXIT_LOST  # the launcher, or the driver, says why
@@ -144,46 +145,31 @@ class RankGroup:
         if not self.broken:
             self.broken = True
             with suppress(RankLostError):
-                self._broadcast(Frame("end", {"code": code}))
+                self._sent(Frame("end", {"code": code}))
 
     def _do(self, frame: Frame, whole: Mapping[str, Tensor]) -> Any:
         with self._lost_connections("The connection to another rank broke"):
             if frame.kind == "open":
-                self._part = _Part(frame.fields, self.number, self.count, self._local)
+                self._part = _Part(frame.fields, self.number, self._local)
                 return self._part.load(frame.fields, whole)
             if frame.kind == "close":
                 self._part = None
                 return None
             assert self._part is not None
             if frame.kind == "gradient":
-                return self._collected(self._part.gradient(frame))
+                own = self._part.gradient(frame)
+                return [self._sent(own if rank == self.number else None, rank) for rank in range(self.count)]
             return self._part.update(frame.fields, whole) if frame.kind == "update" else self._part.moments()
 
-    def _broadcast(self, frame: Frame) -> None:
-        data = np.frombuffer(b"".join(packed(frame)), np.uint8).copy()
+    def _sent(self, own: Frame | None = None, rank: int = 0) -> Frame:
+        """The frame of this rank, which gives it as `own`."""
+        data = torch.frombuffer(bytearray().join(packed(own)), dtype=torch.uint8) if own is not None else None
+        length = torch.tensor([0 if data is None else len(data)])
         with self._lost_connections("The connection to another rank broke"):
-            distributed.broadcast(torch.tensor([len(data)]), 0, group=self._commands)
-            distributed.broadcast(torch.from_numpy(data), 0, group=self._commands)
-
-    def _heard(self) -> Frame:
-        length = torch.zeros(1, dtype=torch.int64)
-        with self._lost_connections("The connection to the driver broke"):
-            distributed.broadcast(length, 0, group=self._commands)
-            data = torch.empty(int(length.item()), dtype=torch.uint8)
-            distributed.broadcast(data, 0, group=self._commands)
-        return unpacked(data.numpy().tobytes())
-
-    def _collected(self, frame: Frame) -> list[Frame]:
-        """The frames of all ranks, in their order."""
-        data = np.frombuffer(b"".join(packed(frame)), np.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        distributed.all_gather(lengths, torch.tensor([len(data)]))
-        longest = max(int(length.item()) for length in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(data)] = torch.from_numpy(data.copy())
-        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.count)]
-        distributed.all_gather(found, padded)
-        return [unpacked(one.numpy().tobytes()) for one in found]
+            distributed.broadcast(length, rank, group=self._commands)
+            data = torch.empty(int(length.item()), dtype=torch.uint8) if data is None else data
+            distributed.broadcast(data, rank, group=self._commands)
+        return own or unpacked(data.numpy().tobytes())
 
     @contextmanager
     def _lost_connections(self, what: str) -> Iterator[None]:
@@ -265,14 +251,13 @@ def sharded(module: nn.Module, objective: PolicyObjective, device: torch.device,
 class _Part:
     """What one rank keeps of the prover in training. All ranks call the same methods in the same order."""
 
-    def __init__(self, fields: Mapping[str, Any], number: int, count: int, local: int) -> None:
+    def __init__(self, fields: Mapping[str, Any], number: int, local: int) -> None:
         """Open the prover and its loss, and keep this rank's part. For a moment, the memory of the CPU holds the whole
         model."""
         training = Training.model_validate_json(orjson.dumps(fields["training"]))
         rollout = Rollouts.model_validate_json(orjson.dumps(fields["rollout"]))
         models = Models.model_validate_json(orjson.dumps(fields["models"]))
-        self._number, self._count = number, count
-        self._precision, cpu = models.compute_dtype, torch.device("cpu")
+        self._number, self._precision, cpu = number, models.compute_dtype, torch.device("cpu")
         device = torch.device("cuda", local) if fields["device"] == "cuda" else cpu
         if number:
             torch.set_num_threads(fields["threads"])
@@ -301,21 +286,14 @@ class _Part:
         """Take this rank's part of rank 0's weights, and of its moments if it has some."""
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                self._take(parameter, whole.get(f"model.{name}"))
+                _take(parameter, whole.get(f"model.{name}"))
         for name, steps in fields["steps"].items():
             parameter = self._parameters[name]
             state = {moment: torch.zeros_like(parameter) for moment in MOMENTS[:2]}
             for moment, tensor in state.items():
-                self._take(tensor, whole.get(f"{moment}.{name}"))
+                _take(tensor, whole.get(f"{moment}.{name}"))
             state["step"] = torch.tensor(steps, device=parameter.device)
             self._optimizer.state[parameter] = state
-
-    def _take(self, own: Tensor, whole: Tensor | None) -> None:
-        """Copy this rank's rows of a tensor that rank 0 has. FSDP2 divides tensors in the same way."""
-        sent = torch.empty(own.shape, dtype=own.dtype) if whole is None else whole.detach().to("cpu").contiguous()
-        distributed.broadcast(sent, 0)
-        rows = sent.chunk(self._count)
-        _local(own).copy_(rows[self._number] if self._number < len(rows) else sent[:0])
 
     def gradient(self, frame: Frame) -> Frame:
         """Add up this rank's micro-batches, and passes of weight 0 up to the number of passes of all ranks. Returns
@@ -370,16 +348,17 @@ def _nothing(root: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics
     return loss * 0.0, metrics
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """The part of a divided tensor that this rank keeps; shares its memory."""
-    found = tensor.detach()
-    return found.to_local() if isinstance(found, distributed.tensor.DTensor) else found
+def _take(own: Tensor, whole: Tensor | None) -> None:
+    """Give each rank its rows of a tensor that rank 0 has. All ranks call this."""
+    assert isinstance(own, DTensor)
+    sent = torch.empty(own.shape, dtype=own.dtype) if whole is None else whole.detach()
+    own.copy_(distribute_tensor(sent.to(own.device), own.device_mesh, own.placements))
 
 
 def _full(tensor: Tensor) -> Tensor:
     """A divided tensor, gathered. All ranks call this."""
     found = tensor.detach()
-    return found.full_tensor() if isinstance(found, distributed.tensor.DTensor) else found
+    return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 # --- the driver's side ------------------------------------------------------------------------------------------------
@@ -527,31 +506,23 @@ def note_run(launch: Launch, folder: str) -> None:
         agent.check(["pvg/run"])  # its answer comes after the note was stored
 
 
-def _route(host: str) -> str:
-    """This machine's address in a connection to `host`. Sends nothing."""
+def _interface_to(host: str) -> str:
+    """The name of this machine's network interface for a connection to `host`. Sends nothing."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)
-            return str(probe.getsockname()[0])
+            own = ipaddress.ip_address(probe.getsockname()[0])
     except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise MissingRequirementError(
-            f"This machine cannot reach {host}: {why}.",
+            f"This machine cannot reach {host}: {getattr(error, 'strerror', None) or error}.",
             f"Give torchrun addresses in place of names: --node-rank N --master-addr ADDRESS, or {ALONE}",
         ) from None
-
-
-def _interface_of(address: str) -> str:
-    """The name of this machine's network interface with an IP address. Raises MissingRequirementError if it has
-    none."""
-    wanted = LOOPBACK if address.startswith("127.") else address
+    address = LOOPBACK if own.is_loopback else str(own)
     for name, found in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == wanted for entry in found):
+        if any(entry.address.partition("%")[0] == address for entry in found):
             return str(name)
-    raise MissingRequirementError(
-        f"No network interface of this machine has the address {address}.", "Set GLOO_SOCKET_IFNAME to its name."
-    )
+    raise MissingRequirementError(f"No network interface has the address {address}.", "Set GLOO_SOCKET_IFNAME to one.")
 
 
 def _return_freed_memory() -> None:

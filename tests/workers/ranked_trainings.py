@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from torch.distributed.tensor import DTensor
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
@@ -169,7 +170,7 @@ def main(file: str) -> int:
     def noted(part: ranks_module._Part) -> dict[str, torch.Tensor]:
         """Note the bytes of this rank's trained weights and moments at the end of a job."""
         tensors = [*part._parameters.values(), *optimizer_tensors(part._optimizer, part._parameters).values()]
-        held = sum(ranks_module._local(tensor).nbytes for tensor in tensors)
+        held = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
         Path(f"{next(saves)}.{number}").write_text(str(held))
         return moments(part)
 
