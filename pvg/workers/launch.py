@@ -77,20 +77,19 @@ def launched(environment: Mapping[str, str]) -> Launch | None:
     store, or if a variable is missing or wrong."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
-    own = STORE in environment
     try:
         launch = Launch(
             number=int(environment["RANK"]),
             processes=int(environment["WORLD_SIZE"]),
             local=int(environment["LOCAL_RANK"]),
             here=int(environment["LOCAL_WORLD_SIZE"]),
-            one_machine=own or environment["GROUP_WORLD_SIZE"] == "1",
-            host="" if own else environment["MASTER_ADDR"],
-            port=0 if own else int(environment["MASTER_PORT"]),
+            one_machine=environment["GROUP_WORLD_SIZE"] == "1",
+            host=environment["MASTER_ADDR"],
+            port=int(environment["MASTER_PORT"]),
             store=environment.get(STORE, ""),
             run=environment.get(RUN, ""),
             lost=environment.get(WHY, ""),
-            launcher=int(environment[PARENT]) if own else 0,
+            launcher=int(environment.get(PARENT, 0)),
         )
     except (KeyError, ValueError) as error:
         raise UsageError(
@@ -100,7 +99,7 @@ def launched(environment: Mapping[str, str]) -> Launch | None:
         ) from None
     if launch.processes == 1:
         return None
-    if not own and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not launch.store and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise UsageError(
             "torchrun does not share its store with its processes, where pvg's processes meet.",
             f"Use --rdzv-backend c10d or static and leave out TORCH_DISABLE_SHARE_RDZV_TCP_STORE, or {ALONE}",
@@ -125,15 +124,10 @@ def end_with_launcher(launch: Launch) -> None:
 
 def refuse_other_counts(experiment: Experiment, launch: Launch) -> None:
     """Raises UsageError if the experiment does not have one trainer rank per process."""
-    ranks = ranks_of(experiment.cluster)
-    started = f"torchrun has started {launch.processes} processes"
-    if ranks is None:
-        wanted = f"-s cluster.kind=local -s cluster.trainer_ranks={launch.processes}"
-        raise UsageError(f"{started}, but the experiment has no trainer ranks.", f"Use {wanted}, or {ALONE}")
-    if ranks != launch.processes:
+    if (ranks := ranks_of(experiment.cluster)) != launch.processes:
         raise UsageError(
-            f"{started}, but cluster.trainer_ranks = {ranks}.",
-            f"Use -s cluster.trainer_ranks={launch.processes}, or start {ranks} processes "
+            f"torchrun has started {launch.processes} processes, but the experiment has {ranks or 'no'} trainer ranks.",
+            f"Use -s cluster.kind=local -s cluster.trainer_ranks={launch.processes}, or as many processes as ranks "
             f"(--nnodes times --nproc-per-node), or {ALONE}",
         )
 
@@ -165,6 +159,9 @@ def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[
                 "TORCHELASTIC_RUN_ID": "pvg",
                 "WORLD_SIZE": str(count),
                 "LOCAL_WORLD_SIZE": str(count),
+                "GROUP_WORLD_SIZE": "1",
+                "MASTER_ADDR": "",
+                "MASTER_PORT": "0",
                 STORE: str(Path(folder) / f"store-{attempts}"),
                 RUN: str(run.absolute()),
                 WHY: why,

@@ -217,18 +217,13 @@ class WorkerPool:
         self._numbers = 0
         self._closing = False
         self._failed: BaseException | None = None
-        self._watching: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._meter = LoadMeter(self._highest)
 
     @property
     def failed(self) -> bool:
         """Whether it can do nothing more."""
         return self._failed is not None
-
-    @property
-    def restarts(self) -> int:
-        """Processes that took the place of one that ended."""
-        return sum(worker.restarts for worker in self._workers)
 
     def measured(self) -> dict[str, float]:
         """The metrics of `workers` (pvg.telemetry.catalogue) since the last call."""
@@ -242,20 +237,19 @@ class WorkerPool:
         allow_open_files(self, self._highest, "worker", "cluster.workers")
         started = time.perf_counter()
         ready = [self.submit(shard.number, self._start) for shard in self._shards]
-        self._watch(self._probe(), "worker probes")  # a worker may hang from its first moment on
+        self._background(self._probe(), "worker probes")  # a worker may hang from its first moment on
         await asyncio.gather(*(self._begin(worker) for worker in self._workers[: self._lowest]))
         await asyncio.gather(*ready)
         if self._lowest < self._highest:
-            self._watch(self._scale(), "number of workers")
+            self._background(self._scale(), "number of workers")
         self._events.event("workers", event="up", workers=self._lowest, ms=(time.perf_counter() - started) * 1e3)
 
     async def close(self) -> None:
         """End all workers. Requests in flight fail."""
         self._closing = True
-        tasks = [*self._watching, *(worker.serving for worker in self._workers if worker.serving is not None)]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail(WorkerLostError("The workers are closed."))
         for worker in self._workers:
             if worker.member is not None:
@@ -344,14 +338,10 @@ class WorkerPool:
         return {one.shard.worker for one in requests if one.known or one.frame.kind == "start"}
 
     async def _begin(self, worker: _Worker) -> None:
-        """Start a process for a worker, and fill its shards."""
+        """Start a process for a worker, which others replace until it is used no more."""
         worker.used = True
-        member = await self._supply.start(successor=worker.lost_at is not None)
-        worker.member, worker.missed, worker.cpu_s, worker.hangs = member, 0, 0.0, False
-        self._meter.begin(worker.number)
-        worker.serving = asyncio.create_task(self._guarded(self._serve(worker, member)), name=f"worker {worker.number}")
-        for shard in self._of(worker):
-            self._fill(shard)
+        member = await self._supply.start()
+        worker.serving = self._background(self._serve(worker, member), f"worker {worker.number}")
 
     def _fill(self, shard: _Shard) -> None:
         """Send a shard's new worker what its predecessor had confirmed, and what it has not answered."""
@@ -369,46 +359,52 @@ class WorkerPool:
         shard.worker = worker
         self._fill(shard)
 
-    def _watch(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        self._watching.append(asyncio.create_task(self._guarded(work), name=name))
-
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+    def _background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Fail all requests if `work` fails, because no one else answers them."""
-        try:
-            await work
-        except Exception as error:  # noqa: BLE001 - the callers raise it
-            self._fail(error)
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:  # noqa: BLE001 - the callers raise it
+                self._fail(error)
+
+        task = asyncio.create_task(guarded(), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _serve(self, worker: _Worker, member: Member) -> None:
-        """Take a process's frames until it ends; then replace it."""
-        while (frame := await member.receive()) is not None:
-            worker.missed = 0
-            self._take(worker, frame)
-        self._leave(worker, member)
-        if self._closing:
-            return
-        ended, left = time.perf_counter(), [one for one in self._unanswered.values() if one.shard.worker is worker]
-        why = await self._supply.reason(member)
-        why = "it did not answer, so pvg killed it" if worker.hangs else why
-        self._events.event("workers", event="lost", worker=worker.number, **member.names, why=why, requests=len(left))
-        if not worker.used:
-            return
-        worker.lost_at = worker.lost_at or ended
-        worker.restarts += 1
-        for request in left:
-            request.losses += 1
-            if request.losses == MOST_LOSSES:
-                raise WorkerLostError(
-                    f"Worker {worker.number} ended {MOST_LOSSES} times with the same request ({request.frame.kind}): "
-                    f"{why}.",
-                    "Play without workers: -s cluster=none",
-                )
-        await self._begin(worker)
-
-    def _leave(self, worker: _Worker, member: Member) -> None:
-        """A process serves nothing any more."""
-        member.close()
-        worker.member = None
+        """Fill the shards of a worker's process, and take its frames until it ends; then replace it."""
+        while True:
+            worker.member, worker.missed, worker.cpu_s, worker.hangs = member, 0, 0.0, False
+            self._meter.begin(worker.number)
+            for shard in self._of(worker):
+                self._fill(shard)
+            while worker.used and (frame := await member.receive()) is not None:
+                worker.missed = 0
+                self._take(worker, frame)
+            member.close()
+            worker.member = None
+            if self._closing:
+                return
+            ended, left = time.perf_counter(), [one for one in self._unanswered.values() if one.shard.worker is worker]
+            why = await self._supply.reason(member)
+            if not worker.used:
+                return
+            why = "it did not answer, so pvg killed it" if worker.hangs else why
+            lost = {"worker": worker.number, **member.names, "why": why, "requests": len(left)}
+            self._events.event("workers", event="lost", **lost)
+            worker.lost_at = worker.lost_at or ended
+            worker.restarts += 1
+            for request in left:
+                request.losses += 1
+                if request.losses == MOST_LOSSES:
+                    raise WorkerLostError(
+                        f"Worker {worker.number} ended {MOST_LOSSES} times with the same request "
+                        f"({request.frame.kind}): {why}.",
+                        "Play without workers: -s cluster=none",
+                    )
+            member = await self._supply.start(successor=True)
 
     def _take(self, worker: _Worker, frame: Frame) -> None:
         if frame.kind == "pong":
@@ -530,14 +526,10 @@ class WorkerPool:
         for shard in self._of(worker):
             others = [other for other in self._workers if other.used]
             self._give(shard, min(others, key=lambda other: len(self._of(other))))
+        if worker.member is not None:  # otherwise it has died, and may be being replaced
+            worker.member.kill()
         assert worker.serving is not None
-        if worker.member is None:  # it has died, and may be being replaced
-            await asyncio.gather(worker.serving, return_exceptions=True)
-        if (member := worker.member) is not None:
-            worker.serving.cancel()
-            await asyncio.gather(worker.serving, return_exceptions=True)
-            self._leave(worker, member)
-            await self._supply.reason(member)
+        await worker.serving
         self._tell_change("removed", worker, why, began)
 
     def _tell_change(self, what: str, worker: _Worker, why: str, began: float) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from inspect import iscoroutinefunction
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoreCache, ScoreInput, ScoringModel, TorchBackend, digest_of
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.shared import tensors_at
+from pvg.workers.training import sums_of
 
 # A worker's engine queues a whole block; the driver bounds what it sends.
 UNBOUNDED = 10**9
@@ -83,24 +85,13 @@ class Worker:
         self.experiment: Experiment
         self._engine: Engine
         self._opened = False
-        self._handlers: dict[str, Callable[[Frame], Any]] = {
-            "start": partial(self._in_thread, self._start),
-            "open": partial(self._in_thread, self._open),
-            "load": partial(self._in_thread, self._load),
-            "close": partial(self._in_thread, self._close),
-            "score": partial(self._in_thread, self._score),
-            "logprobs": partial(self._in_thread, self._logprobs),
-            "gradient": partial(self._in_thread, self._gradient),
-            "policy": self._load_policy,
-            "generate": self._generate,
-        }
 
     def take(self, frame: Frame) -> None:
-        """Answer each frame in a separate task. The executor keeps the order of work."""
+        """Answer each frame in a separate task, by the method of its kind. The executor keeps the order of work."""
         if frame.kind in ("cancel", "cut"):
             self._interrupt(frame)
             return
-        task = asyncio.create_task(self._answer(self._handlers[frame.kind], frame))
+        task = asyncio.create_task(self._answer(getattr(self, f"_{frame.kind}"), frame))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -120,10 +111,11 @@ class Worker:
         self._models.clear()
         self.base.close()
 
-    async def _answer(self, handler: Callable[[Frame], Any], frame: Frame) -> None:
+    async def _answer(self, work: Callable[[Frame], Any], frame: Frame) -> None:
+        """Methods that compute run in the thread."""
         number = frame.fields["id"]
         try:
-            answer: Frame = await handler(frame)
+            answer = await (work(frame) if iscoroutinefunction(work) else run_in(self._executor, work, frame))
         except PvgError as error:
             fields = {"id": number, "type": type(error).__name__, "message": error.message, "remedy": error.remedy}
             fields["exit_code"] = error.exit_code
@@ -131,14 +123,11 @@ class Worker:
         except Exception:  # noqa: BLE001 - the driver raises it
             self._send(Frame("failed", {"id": number, "traceback": traceback.format_exc()}))
         else:
-            self._send(Frame("done", {**answer.fields, "id": number}))
-
-    async def _in_thread(self, work: Callable[[Frame], Frame | None], frame: Frame) -> Frame:
-        return await run_in(self._executor, work, frame) or Frame("done")
+            self._send(Frame("done", {**(answer or {}), "id": number}))
 
     # --- models and weights -------------------------------------------------------------------------------------------
 
-    def _start(self, frame: Frame) -> Frame:
+    def _start(self, frame: Frame) -> None:
         self.experiment = build_experiment(dict(frame.fields["experiment"]), "the driver's experiment")
         self._device = own_device(frame.fields["device"], frame.fields["worker"])
         if self._device.type == "cuda":
@@ -152,7 +141,6 @@ class Worker:
             EngineSetup(rollout, self.base, self._executor, self, replayed, dtype=self.experiment.sampling_dtype)
         )
         self._opened = True
-        return Frame("done")
 
     async def _opened_engine(self) -> Engine:
         """The engine, which the first work of the thread opens."""
@@ -210,10 +198,7 @@ class Worker:
                     parameter.copy_(tensors[name])
         elif isinstance(model, VerifierEnsemble):
             for number, member in enumerate(model.members):
-                prefix = f"{number}."
-                member.load_trainable_state(
-                    {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-                )
+                member.load_trainable_state({name: tensors[f"{number}.{name}"] for name in member.trainable_state()})
             model.scales = ScoreScales(tensors["slopes_K"].numpy().copy(), tensors["offsets_K"].numpy().copy())
         else:
             assert isinstance(model, VerifierModel)
@@ -224,11 +209,11 @@ class Worker:
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
-    async def _load_policy(self, frame: Frame) -> Frame:
+    async def _policy(self, frame: Frame) -> dict[str, Any]:
         # One trip to the thread, as `_generate` makes: so requests that come later are sampled with these weights.
         tensors = await run_in(self._executor, self._policy_of, frame)
         timing = await self._engine.load_weights(WeightUpdate(frame.fields["version"], tensors, frame.fields["trace"]))
-        return Frame("done", {"rpc_ms": timing.rpc_ms})
+        return {"rpc_ms": timing.rpc_ms}
 
     def _policy_of(self, frame: Frame) -> Mapping[str, torch.Tensor]:
         """The whole policy's weights. Adapters that come alone are merged into those of the base that this worker has,
@@ -241,7 +226,7 @@ class Worker:
         config = {"r": self.adapters.rank, "lora_alpha": self.adapters.alpha}
         return with_adapter(self.base.weights(), LowRankAdapter(tensors, config))
 
-    async def _generate(self, frame: Frame) -> Frame:
+    async def _generate(self, frame: Frame) -> None:
         """Sample a block of requests. Completions are sent as they finish, those of one turn of the loop together."""
         requests, engine = frame.fields["requests"], await self._opened_engine()
         tasks = {asyncio.create_task(engine.generate(request)): n for n, request in enumerate(requests)}
@@ -270,7 +255,6 @@ class Worker:
                     del self._sampling[id_]
         if error is not None:
             raise error
-        return Frame("done")
 
     def _counted(self) -> EngineStats:
         """The engine's counts since the last call."""
@@ -289,7 +273,7 @@ class Worker:
 
     # --- computing, in the thread -------------------------------------------------------------------------------------
 
-    def _score(self, frame: Frame) -> Frame:
+    def _score(self, frame: Frame) -> dict[str, Any]:
         model = self._models[frame.fields["slot"]]
         assert not isinstance(model, TrainedModel)
         sequences, starts = frame.fields["ids"], frame.fields["prompt_lengths"]
@@ -307,18 +291,17 @@ class Worker:
         batches, scores_N = backend.batches(list(map(len, sequences))), np.empty(len(inputs), np.float32)
         for rows in batches:
             scores_N[rows] = backend.forward([inputs[row] for row in rows.tolist()]).scores
-        return Frame("done", {"scores": scores_N, "passes": len(batches)})
+        return {"scores": scores_N, "passes": len(batches)}
 
-    def _logprobs(self, frame: Frame) -> Frame:
+    def _logprobs(self, frame: Frame) -> dict[str, Any]:
         """Log-probs of a batch's completions, under the base prover or the policy in training."""
         trained = self._trained(frame)
         assert isinstance(trained.objective, PolicyObjective)
         module = self.base.module if frame.fields["of"] == "base" else trained.module
         found = trained.objective.recompute(module, frame.fields["batch"])
-        flat = np.concatenate(found) if found else np.zeros(0, np.float32)
-        return Frame("done", {"logprobs": flat})
+        return {"logprobs": np.concatenate(found) if found else np.zeros(0, np.float32)}
 
-    def _gradient(self, frame: Frame) -> Frame:
+    def _gradient(self, frame: Frame) -> dict[str, Any]:
         """The summed gradient of micro-batches, their losses and their metrics."""
         trained = self._trained(frame)
         if isinstance(trained.objective, AdaptsCoefficients):
@@ -333,16 +316,7 @@ class Worker:
             )
         finally:
             trained.module.zero_grad(set_to_none=True)
-        names, values_M2 = metrics.as_array()
-        return Frame(
-            "done",
-            {
-                "names": names,
-                "gradient": gradient.cpu().numpy(),
-                "losses": np.array(torch.stack(losses).tolist() if losses else [], dtype=np.float64),
-                "metrics": values_M2,
-            },
-        )
+        return {"gradient": gradient.cpu().numpy(), **sums_of(losses, metrics)}
 
     def _trained(self, frame: Frame) -> TrainedModel:
         model = self._models[frame.fields["slot"]]

@@ -66,7 +66,7 @@ from pvg.training.trainer import (
 )
 from pvg.workers.frames import Frame, packed, unpacked
 from pvg.workers.launch import ALONE, EXIT_LOST, Launch, RankLostError
-from pvg.workers.training import plain, policy_fields, policy_shards
+from pvg.workers.training import plain, policy_fields, policy_shards, read_sums, sums_of
 
 # What errors of a broken connection between ranks contain. torch has no type for them: all are RuntimeErrors.
 BROKEN = ("gloo/transport", "Gloo connectFullMesh", "NCCL", "Timed out waiting")
@@ -305,9 +305,7 @@ class _Part:
         passes = max(len(part) for part in frame.fields["micro_batches"])
         padding = [frame.fields["padding"]] * (passes - len(micro_batches))
         accumulate(self._root, _nothing, padding, self._precision)
-        names, values_M2 = metrics.as_array()
-        values = np.array(torch.stack(losses).tolist() if losses else [], dtype=np.float64)
-        return Frame("gradient", {"names": names, "losses": values, "metrics": values_M2})
+        return Frame("gradient", sums_of(losses, metrics))
 
     def update(self, fields: Mapping[str, Any], whole: Mapping[str, Tensor]) -> float:
         """Clip the gradient and step; a gradient that is not finite changes nothing. Writes the new weights into rank
@@ -415,8 +413,9 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
         losses, metrics = list[float](), Metrics()
         # In the order of the ranks, because the order of a sum changes its bits.
         for answer in self._group.do("gradient", fields):
-            losses += answer.fields["losses"].tolist()
-            metrics.merge(Metrics.from_array(answer.fields["names"], answer.fields["metrics"]))
+            own, found = read_sums(answer.fields)
+            losses += own
+            metrics.merge(found)
         return losses, metrics
 
     def update(self, rate: float, clip: float) -> float:

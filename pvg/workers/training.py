@@ -130,7 +130,8 @@ class ModelInWorkers(ModelCopies, GradientWorkers[BatchT], Generic[BatchT]):
 
     def gradients(self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any]) -> list[PartGradient]:
         asked = self._asked("gradient", [{"state": state, "micro_batches": list(part)} for part in parts])
-        return [_part(answer) for answer in asyncio.run_coroutine_threadsafe(asked, self._loop).result()]
+        answers = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        return [PartGradient(torch.from_numpy(a.fields["gradient"]), *read_sums(a.fields)) for a in answers]
 
     async def logprobs(self, of: Literal["base", "learner"], batch: PolicyBatch) -> list[Float32]:
         """As `PolicyObjective.recompute`, under the base prover or the policy in training."""
@@ -152,7 +153,12 @@ class ModelInWorkers(ModelCopies, GradientWorkers[BatchT], Generic[BatchT]):
         return list(await asyncio.gather(*asked))
 
 
-def _part(answer: Frame) -> PartGradient:
-    fields = answer.fields
-    metrics = Metrics.from_array(fields["names"], fields["metrics"])
-    return PartGradient(torch.from_numpy(fields["gradient"]), fields["losses"].tolist(), metrics)
+def sums_of(losses: Sequence[Tensor], metrics: Metrics) -> dict[str, Any]:
+    """The losses and metrics of micro-batches for a frame."""
+    names, values_M2 = metrics.as_array()
+    return {"losses": torch.stack(list(losses)).tolist() if losses else [], "names": names, "metrics": values_M2}
+
+
+def read_sums(fields: Mapping[str, Any]) -> tuple[list[float], Metrics]:
+    """The inverse of `sums_of`."""
+    return fields["losses"], Metrics.from_array(fields["names"], fields["metrics"])

@@ -74,7 +74,7 @@ def test_shards_move_between_processes_while_they_sample(monkeypatch: pytest.Mon
         await pool.add("chance", {})
         assert used(pool) == [0, 1, 2, 3]
         assert await sampled(pool, 5) == expected
-        assert pool.restarts == 0
+        assert pool.measured()["restarts"] == 0
         counts = [event["workers"] for event in events.seen if event.get("event") in ("added", "removed")]
         assert counts == [2, 3, 4, 3, 4]
 

@@ -83,7 +83,7 @@ def test_a_wrong_number_of_processes_ends_all_of_them_with_one_error(tmp_path: P
         codes, _, told = started.ended()
     assert codes == [1]
     assert told.count("error: torchrun has started 2 processes, but the experiment has no trainer ranks.") == 1
-    assert "Use -s cluster.kind=local -s cluster.trainer_ranks=2, or start pvg without torchrun" in told
+    assert "Use -s cluster.kind=local -s cluster.trainer_ranks=2, or" in told
     assert "Traceback" not in told.partition("error: ")[0]
     assert not list(tmp_path.iterdir())
 
@@ -123,7 +123,7 @@ def test_an_experiment_needs_one_rank_per_process() -> None:
     refuse_other_counts(build_experiment({"cluster": {"kind": "local", "trainer_ranks": 4}}), FOUR)
     with pytest.raises(UsageError, match="4 processes, but the experiment has no trainer ranks"):
         refuse_other_counts(build_experiment({"cluster": "none"}), FOUR)
-    with pytest.raises(UsageError, match=r"cluster\.trainer_ranks = 2\. Use -s cluster\.trainer_ranks=4"):
+    with pytest.raises(UsageError, match=r"has 2 trainer ranks\. Use .* -s cluster\.trainer_ranks=4"):
         refuse_other_counts(build_experiment({"cluster": {"kind": "local", "trainer_ranks": 2}}), FOUR)
 
 
