@@ -4,7 +4,7 @@
     member = await supply.start()           # a worker: forked from that process in milliseconds
     member.send(frame), await member.receive()
     await supply.reason(member)             # why it ended
-    await supply.close()
+    supply.end()
 
 One process, the *nursery*, imports torch and pvg once and forks every worker, before it computes anything. Importing
 takes seconds, a fork milliseconds, and forked workers share the memory of the libraries.
@@ -91,7 +91,7 @@ def kill(pid: int) -> None:
 
 
 class LocalSupply:
-    """Owns the nursery. One task at a time asks it. `close` it."""
+    """Owns the nursery. One task at a time asks it. `end` it."""
 
     def __init__(self) -> None:
         self._messages: IO[bytes] = tempfile.TemporaryFile(prefix="pvg-workers-")  # noqa: SIM115 - `end` closes it
@@ -159,7 +159,7 @@ class LocalSupply:
         words = self._last_words()
         return f"exit code {os.WEXITSTATUS(status)}" + (f": {words}" if words else "")
 
-    def check(self) -> None:
+    async def watch(self) -> None:
         """Does nothing: `start` replaces a nursery that has ended."""
 
     def weights(self) -> SharedWeights:
@@ -168,12 +168,8 @@ class LocalSupply:
 
         return SharedBuffers()
 
-    async def close(self) -> None:
-        """End the nursery, and with it all workers. A second call does nothing."""
-        await asyncio.get_running_loop().run_in_executor(None, self.end)
-
     def end(self) -> None:
-        """As `close`."""
+        """End the nursery, and with it all workers. A second call does nothing."""
         self._end()
         self._messages.close()
 

@@ -113,16 +113,14 @@ class Supply(Protocol):
         """Why a process has ended, in words. Ends one that still runs."""
         ...
 
-    def check(self) -> None:
-        """Raises WorkerLostError if it can start no worker any more. Called at least every PROBE_S."""
+    async def watch(self) -> None:
+        """Raises WorkerLostError when it can start no worker any more."""
         ...
 
     def weights(self) -> SharedWeights: ...
 
-    async def close(self) -> None: ...
-
     def end(self) -> None:
-        """As `close`, without an event loop."""
+        """End all workers. Blocks. A second call does nothing."""
         ...
 
 
@@ -238,6 +236,7 @@ class WorkerPool:
         started = time.perf_counter()
         ready = [self.submit(shard.number, self._start) for shard in self._shards]
         self._background(self._probe(), "worker probes")  # a worker may hang from its first moment on
+        self._background(self._supply.watch(), "supply of workers")
         await asyncio.gather(*(self._begin(worker) for worker in self._workers[: self._lowest]))
         await asyncio.gather(*ready)
         if self._lowest < self._highest:
@@ -254,7 +253,7 @@ class WorkerPool:
         for worker in self._workers:
             if worker.member is not None:
                 worker.member.close()
-        await self._supply.close()
+        await asyncio.to_thread(self._supply.end)
         open_files.pop(self, None)
         for memory in self._memories:
             memory.close()
@@ -444,13 +443,11 @@ class WorkerPool:
                 future.exception()  # marks it as retrieved: its caller may have left
 
     async def _probe(self) -> None:
-        """Probe each worker every PROBE_S, a few at a time. Raises WorkerLostError if no process can be replaced any
-        more."""
+        """Probe each worker every PROBE_S, a few at a time."""
         while True:
             for first in range(0, len(self._workers), AT_ONCE):
                 workers = self._workers[first : first + AT_ONCE]
                 await asyncio.sleep(PROBE_S * len(workers) / len(self._workers))
-                self._supply.check()
                 for worker in workers:
                     self._probe_one(worker)
 

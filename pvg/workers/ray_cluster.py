@@ -106,9 +106,11 @@ class RayClient:
     async def watch(self) -> None:
         """Raises WorkerLostError when the cluster's head has ended or hangs: 60 s after its end, Ray would end this
         process without a word. Counts waits, not seconds: this process may have been stopped too."""
-        ray = await self.connection()
         while True:
             await asyncio.sleep(PROBE_S)
+            if not self._connected.done():  # the others wait for it
+                continue
+            ray = self._connected.result()
             answer, missed = asyncio.wrap_future(in_daemon(ray.nodes, "pvg-ray-probe")), 0
             while not (await asyncio.wait([answer], timeout=PROBE_S))[0]:
                 missed += 1

@@ -111,7 +111,7 @@ class RayObjects:
 
 
 class RaySupply:
-    """A user of the cluster, through `client`. `close` it, or `end` it without an event loop."""
+    """A user of the cluster, through `client`. `end` it."""
 
     def __init__(self, most: int, address: str | None = None, gpus: int = 0) -> None:
         """`most`: the highest number of processes, for which a cluster on this machine has room. `gpus`: that each
@@ -120,13 +120,10 @@ class RaySupply:
         self.client = RayClient(most, address)
         self._needs = {"num_cpus": 1, "num_gpus": gpus}
         self._nodes: set[str] = set()  # those that a worker has run on
-        self._watching: asyncio.Task[None] | None = None
 
     async def start(self, successor: bool = False) -> Member:
         """Start a worker. Raises MissingRequirementError if the cluster has no room or cannot run pvg."""
-        if self._watching is None:
-            self.client.events = self.events
-            self._watching = asyncio.create_task(self.client.watch())
+        self.client.events = self.events
         self.ray = await self.client.connection()
         try:
             async with patience(self.events, "room for a worker on the Ray cluster", ROOM_S):
@@ -177,23 +174,15 @@ class RaySupply:
         member.close()
         return cause_of(member.error)
 
-    def check(self) -> None:
-        """Raises WorkerLostError if the cluster's head has ended."""
-        if self._watching is not None and self._watching.done():
-            self._watching.result()
+    async def watch(self) -> None:
+        """Raises WorkerLostError when the cluster's head has ended."""
+        await self.client.watch()
 
     def weights(self) -> SharedWeights:
         return RayObjects(self)
 
-    async def close(self) -> None:
-        """Leave the cluster, which ends all workers. A second call does nothing."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(None, self.end)
-
     def end(self) -> None:
-        """As `close`, without an event loop."""
+        """Leave the cluster, which ends all workers. A second call does nothing."""
         self.client.end()
 
 

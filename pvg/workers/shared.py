@@ -16,7 +16,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -38,13 +38,13 @@ class SharedTensors:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         layout, size = _layout_of(tensors)
-        self._file: int | None = None
+        self._file: IO[Any]
         if hasattr(os, "memfd_create"):
-            self._file = os.memfd_create("pvg-weights")
-            path = f"/proc/{os.getpid()}/fd/{self._file}"
+            self._file = os.fdopen(os.memfd_create("pvg-weights"), "rb")
+            path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         else:
-            self._file, path = tempfile.mkstemp(prefix="pvg-weights-")
-        os.ftruncate(self._file, size)
+            self._file = tempfile.NamedTemporaryFile(prefix="pvg-weights-")
+            path = self._file.name
         self.place: dict[str, Any] = {"path": path, "size": size, "layout": layout}
         self._views = tensors_at(self.place)
 
@@ -57,11 +57,7 @@ class SharedTensors:
     def close(self) -> None:
         """Give the memory back. A second call does nothing."""
         self._views.clear()  # the mapping ends with its last view
-        if self._file is not None:
-            os.close(self._file)
-            if not self.place["path"].startswith("/proc/"):
-                os.unlink(self.place["path"])
-            self._file = None
+        self._file.close()
 
 
 class SharedBuffers:

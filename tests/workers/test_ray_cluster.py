@@ -175,7 +175,7 @@ def test_a_cluster_without_room_is_named_and_not_waited_for_without_end(monkeypa
             MissingRequirementError, match=r"no node for a worker with 1 CPU in .* \(1 of 4 CPUs are free\)"
         ):
             await supply.start()
-        await supply.close()
+        await asyncio.to_thread(supply.end)
 
     asyncio.run(refused())
     assert events.of("waits")[0]["why"] == "room for a worker on the Ray cluster, for at most 0.1 s"

@@ -130,7 +130,7 @@ async def on_gpus(monkeypatch, nodes: SimulatedNodes) -> None:
         with pytest.raises(MissingRequirementError, match=says):
             await supply.start(successor=True)
     finally:
-        await supply.close()
+        await asyncio.to_thread(supply.end)
     # Ray has counted GPUs that torch does not find.
     monkeypatch.setattr(ray_supply, "ROOM_S", 300.0)
     pool = WorkerPool(experiment(2), 2, RaySupply(2, nodes.address, gpus=1), device="cuda")

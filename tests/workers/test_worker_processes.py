@@ -387,7 +387,7 @@ def test_workers_that_end_again_and_again_are_an_error_that_says_why(last):
 
 def test_a_supply_that_can_start_no_more_workers_ends_the_requests(monkeypatch):
     class LostCluster(DyingSupply):
-        def check(self) -> None:
+        async def watch(self) -> None:
             raise WorkerLostError("The head does not answer.", "Resume the run.")
 
     monkeypatch.setattr(pool_module, "PROBE_S", 0.05)

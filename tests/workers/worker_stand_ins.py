@@ -48,14 +48,11 @@ class DyingSupply:
     async def reason(self, member: LocalMember) -> str:
         return "exit code 1: no memory"
 
-    def check(self) -> None:
+    async def watch(self) -> None:
         return
 
     def weights(self) -> SharedBuffers:
         return SharedBuffers()
-
-    async def close(self) -> None:
-        return
 
     def end(self) -> None:
         return
