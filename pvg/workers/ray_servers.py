@@ -7,31 +7,44 @@ For each server, Ray starts an actor (`ServerAgent`) on a node with `cluster.gpu
 its child. Rollouts and weights go between the driver and the servers over HTTP, as to servers that you start. The fleet
 retries requests, and brings a new server to the newest weights before its first request.
 
-A server that ends is replaced, and so are its actor and its node.
+A server that ends is replaced, and so are its actor and its node. It loads the model on the node, from the folder or
+the hub that the experiment names. Ray passes the order and the news between its own processes.
+
+Invariant: a server ends with its actor (pvg.servers.supervisor), and Ray ends the actor with the driver.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pvg.config.experiment import Experiment
-from pvg.errors import MissingRequirementError, PvgError, ServerUnavailableError, counted, shortened
-from pvg.servers.control import control_key
+from pvg.config.load import build_experiment
+from pvg.config.operation import Weights
+from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, ServerUnavailableError, counted, shortened
+from pvg.servers.command import LOOPBACK, Interpreter, find_interpreter, model_folder, server_spec
+from pvg.servers.control import KEY_VARIABLE, control_key
 from pvg.servers.fleet import Server
-from pvg.servers.process import ServerFailedError
+from pvg.servers.process import LogTail, ServerFailedError, VllmServer, free_port
 from pvg.servers.served_model import ServedModel
 from pvg.store.atomic import make_directory
 from pvg.telemetry.events import Events, SilentEvents
-from pvg.workers.ray_cluster import PROBE_S, ROOM_S, RayClient, cause_of, refuse_other_versions, unfit_node
-from pvg.workers.server_agent import LONGEST_LINE, MOST_LINES, THREADS, ServerAgent, ServerOrder
+from pvg.workers.ray_cluster import PROBE_S, ROOM_S, RayClient, cause_of, hello, refuse_other_versions, unfit_node
 
 AWAY_S = 60.0  # after which a server that does not answer is replaced; a short break of the network ends sooner
 MOST_FAILURES = 3  # starts in a row that fail
 PAUSE_S = 2.0  # after the first of them
 STOP_S = 30.0  # for the servers to end at the end of a run
+LOOK_S = 1.0  # between two looks into the server's log
+MOST_LINES = 20  # of the log, at a time
+LONGEST_LINE = 500
+NEEDS_FOLDER = ("filesystem", "lora")  # transports through `weights.root`
+THREADS = "OMP_NUM_THREADS"
 
 
 class _Place:
@@ -237,3 +250,107 @@ class RayServers:
 async def _next(news: Any) -> dict[str, Any]:
     found: dict[str, Any] = await (await anext(news))
     return found
+
+
+# --- on a node --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerOrder:
+    """What a server is started with. `experiment`: plain data, with an absolute `weights.root`. `folder`: the driver's
+    working folder, which the node may have too. `driver`: its address in the cluster. `mark`: a file that the driver
+    has made in `weights.root`. `threads`: the driver's OMP_NUM_THREADS; Ray sets it to 1 in its processes."""
+
+    experiment: Mapping[str, Any]
+    folder: str
+    driver: str
+    key: str = field(repr=False)
+    mark: str
+    gpus: int
+    threads: str | None
+
+
+class ServerAgent:
+    """Runs one server: `serve` ends with it."""
+
+    def __init__(self, order: ServerOrder) -> None:
+        self._order = order
+        self._news: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._serving: asyncio.Task[None] | None = None
+
+    async def serve(self) -> AsyncIterator[dict[str, Any]]:
+        """Run a server until it ends, which raises why, or until `stop`. Meanwhile says what happens: {"news": "hello"
+        | "ready" | "errors", ...}."""
+        self._serving = asyncio.create_task(self._serve(self._order))
+        self._serving.add_done_callback(lambda _: self._news.put_nowait({}))
+        while news := await self._news.get():
+            yield news
+        if not self._serving.cancelled():
+            self._serving.result()
+
+    async def stop(self) -> None:
+        """End the server and all of its processes."""
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait([self._serving])
+
+    async def _serve(self, order: ServerOrder) -> None:
+        with contextlib.suppress(OSError):
+            os.chdir(order.folder)
+        found = hello()
+        self._tell("hello", **found)
+        experiment = build_experiment(dict(order.experiment))
+        check_folder(experiment.weights, order.mark)
+        os.environ[KEY_VARIABLE] = order.key
+        interpreter = await asyncio.to_thread(find_interpreter)
+        check_device(interpreter, order.gpus)
+        folder = await asyncio.to_thread(model_folder, experiment, "prover")
+        host = address_for(found["address"], order.driver)
+        port = free_port(host)
+        log = experiment.weights.root / "logs" / f"prover-{host}-{port}.log"
+        spec = server_spec(experiment, "prover", interpreter, folder, log=log, port=port, host=host)
+        errors = LogTail(spec.log)
+        # Ray has set the number of threads. And vLLM needs no part of this process's membership in the cluster.
+        environment = {k: v for k, v in spec.environment.items() if not k.startswith("RAY_") and k != THREADS}
+        environment |= {THREADS: order.threads} if order.threads is not None else {}
+        async with VllmServer.start(replace(spec, environment=environment)) as server:
+            self._tell("ready", url=server.url, boot=server.boot, pid=server.pid, log=str(spec.log))
+            ended = asyncio.ensure_future(server.ended())
+            try:
+                while not ended.done():
+                    await asyncio.wait([ended], timeout=LOOK_S)
+                    if lines := errors.new_errors():
+                        self._tell("errors", lines=[shortened(line, LONGEST_LINE) for line in lines[:MOST_LINES]])
+                await ended
+            finally:
+                ended.cancel()
+
+    def _tell(self, news: str, **fields: Any) -> None:
+        self._news.put_nowait({"news": news, **fields})
+
+
+def check_folder(weights: Weights, mark: str) -> None:
+    """Raises MissingRequirementError if this node does not have the driver's `weights.root`, but the transport needs
+    it."""
+    if weights.transport.kind in NEEDS_FOLDER and not (weights.root / mark).exists():
+        raise MissingRequirementError(
+            f"The folder {weights.root} is not the driver's, but weights.transport = {weights.transport.kind!r} sends "
+            "weights through it.",
+            "Set weights.root to a folder that all nodes share. Only 'nccl', which is experimental, needs none",
+        )
+
+
+def check_device(interpreter: Interpreter, gpus: int) -> None:
+    """Raises ConfigurationError if the node's vLLM does not compute on what Ray has reserved for it."""
+    if (interpreter.device == "gpu") != (gpus > 0):
+        needed = "0" if interpreter.device == "cpu" else "1 or more"
+        raise ConfigurationError(
+            f"{interpreter.python} has vLLM for the {interpreter.device.upper()}, but cluster.gpus_per_worker = "
+            f"{gpus}.",
+            f"Set cluster.gpus_per_worker to {needed}, or install the other build of vLLM on the node",
+        )
+
+
+def address_for(node: str, driver: str) -> str:
+    """Where a server on `node` listens: no other machine reaches it if it runs on the driver's."""
+    return LOOPBACK if node == driver else node

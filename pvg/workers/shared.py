@@ -43,7 +43,7 @@ class SharedTensors:
             self._file = os.fdopen(os.memfd_create("pvg-weights"), "rb")
             path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         else:
-            self._file = tempfile.NamedTemporaryFile(prefix="pvg-weights-")
+            self._file = tempfile.NamedTemporaryFile(prefix="pvg-weights-")  # noqa: SIM115 - `close` closes it
             path = self._file.name
         self.place: dict[str, Any] = {"path": path, "size": size, "layout": layout}
         self._views = tensors_at(self.place)

@@ -16,10 +16,10 @@ from worker_stand_ins import RecordedEvents
 
 import pvg
 from pvg.errors import MissingRequirementError, PvgError, UsageError, WorkerLostError
-from pvg.workers import ray_cluster, ray_supply, server_agent
+from pvg.workers import ray_cluster, ray_servers, ray_supply
 from pvg.workers.ray_cluster import RayClient, open_cluster, refuse_other_versions
+from pvg.workers.ray_servers import ServerAgent, ServerOrder
 from pvg.workers.ray_supply import RaySupply
-from pvg.workers.server_agent import ServerAgent, ServerOrder
 
 
 @pytest.fixture(autouse=True)
@@ -130,9 +130,9 @@ def test_a_cluster_whose_start_hangs_is_named_and_not_waited_for_without_end(mon
 
 
 def test_the_agent_of_a_server_ends_quietly_when_it_is_stopped(monkeypatch, tmp_path, hanging):
-    monkeypatch.setenv(server_agent.KEY_VARIABLE, "")
-    monkeypatch.setattr(server_agent, "hello", dict)
-    monkeypatch.setattr(server_agent, "find_interpreter", lambda: hanging.wait(0.05))
+    monkeypatch.setenv(ray_servers.KEY_VARIABLE, "")
+    monkeypatch.setattr(ray_servers, "hello", dict)
+    monkeypatch.setattr(ray_servers, "find_interpreter", lambda: hanging.wait(0.05))
 
     async def stopped() -> list[str]:
         agent, seen = ServerAgent(ServerOrder({}, str(Path.cwd()), "", "key", str(tmp_path), 0, None)), []

@@ -25,8 +25,7 @@ from pvg.planning.plan import workers_of
 from pvg.servers.command import Interpreter
 from pvg.workers import ray_cluster
 from pvg.workers.choice import cluster_settings, open_supply, with_workers
-from pvg.workers.ray_servers import RayServers
-from pvg.workers.server_agent import address_for, check_device, check_folder
+from pvg.workers.ray_servers import RayServers, address_for, check_device, check_folder
 
 TESTS = Path(__file__).parent.parent
 sys.path.insert(0, str(TESTS / "rollout"))

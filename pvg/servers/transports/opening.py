@@ -2,7 +2,7 @@
 
 A new transport has its section in pvg.config.operation, its class in this package and a branch here. It may need more:
 what servers get at their start (`servers.command.server_environment`: the folder below which they look for weights),
-whether servers on other machines need the folder (`workers.server_agent.NEEDS_FOLDER`), and rules (pvg.config.rules).
+whether servers on other machines need the folder (`workers.ray_servers.NEEDS_FOLDER`), and rules (pvg.config.rules).
 """
 
 from __future__ import annotations
