@@ -92,7 +92,6 @@ class WorkerEngine(Engine):
         self._pool = pool
         self._version = 0
         self._waiting = _Block(0)  # requests that have no shard yet
-        self._arrivals = 0
         self._in_flight = 0
         self._sender: asyncio.Task[None] | None = None
         self._blocks: dict[_Block, None] = {}  # those of a worker, in the order of their division
@@ -123,7 +122,6 @@ class WorkerEngine(Engine):
         check_request(request)
         row = _Row(request, asyncio.get_running_loop().create_future())
         self._waiting.rows.append(row)
-        self._arrivals += 1
         self._in_flight += 1
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
@@ -171,7 +169,7 @@ class WorkerEngine(Engine):
         """Send the waiting requests as soon as no more arrive: one block per turn of the event loop, which many workers
         would block otherwise."""
         while self._waiting.rows:
-            await gather_requests(lambda: self._arrivals)
+            await gather_requests(lambda: len(self._waiting.rows))
             waiting, self._waiting = self._waiting, _Block(0)
             shards, blocks = self._pool.sampling, dict[int, _Block]()
             for row in waiting.rows:

@@ -209,30 +209,28 @@ def open_cluster(workers: int, address: str | None, log: Callable[[str], None]) 
 
     Raises MissingRequirementError if that fails, and UsageError for what is not an address.
     """
-    return _start(workers, log) if address is None else _join(address, log)
-
-
-def _start(workers: int, log: Callable[[str], None]) -> Any:
+    if address is not None:
+        _prepare_to_join(address)
+        remedy = (
+            "Copy ~/.ray/auth_token from its head to this machine, and make the machine a node: "
+            f"RAY_AUTH_MODE=token ray start --address {address}"
+        )
+        return _connected(log, f"This machine cannot join the Ray cluster at {address}", remedy, address)
     before = os.environ.get(TOKEN)
     # The token exists only in the environment of Ray's processes, so it is gone when they have ended.
     os.environ.update({**LOOPBACK_ONLY, MODE: "token", TOKEN: secrets.token_hex(32)})
     try:
-        ray = _import(log)
-        ray.init(
+        ray = _connected(
+            log,
+            "Ray could not start a cluster on this machine",
+            "Use local workers: --cluster local",
             "local",
             num_cpus=max(usable_cores(), workers),
             include_dashboard=False,
-            **_options(ray),
             _node_name=socket.gethostname(),
             # Ray's workers have a lower priority than other programs by default.
             _system_config={"worker_niceness": 0, "prestart_worker_first_driver": False},
         )
-    except PvgError:
-        raise
-    except Exception as error:
-        raise MissingRequirementError(
-            f"Ray could not start a cluster on this machine: {_cause(error)}.", "Use local workers: --cluster local"
-        ) from error
     finally:
         os.environ.pop(TOKEN)
         if before is not None:
@@ -246,14 +244,7 @@ def _start(workers: int, log: Callable[[str], None]) -> Any:
     return ray
 
 
-def _options(ray: Any) -> dict[str, Any]:
-    """Arguments of every `ray.init`. As for a job of a client, Ray's workers then do not look for modules in the
-    current folder of this process, where a file of the user may have the name of a module."""
-    job = ray.job_config.JobConfig(_client_job=True)
-    return {"log_to_driver": False, "configure_logging": False, "job_config": job}
-
-
-def _join(address: str, log: Callable[[str], None]) -> Any:
+def _prepare_to_join(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or set(host) & set("/?#@") or not has_place(f"//{address}"):
         what = f"{shortened(address)!r} is no address of a Ray cluster."
@@ -273,15 +264,17 @@ def _join(address: str, log: Callable[[str], None]) -> Any:
         ) from None
     if host in LOOPBACK:
         os.environ.update(LOOPBACK_ONLY)
+
+
+def _connected(log: Callable[[str], None], what: str, remedy: str, where: str, **options: object) -> Any:
     ray = _import(log)
+    # As for a job of a client, Ray's workers then do not look for modules in the current folder of this process, where
+    # a file of the user may have the name of a module.
+    job = ray.job_config.JobConfig(_client_job=True)
     try:
-        ray.init(address, **_options(ray))
+        ray.init(where, log_to_driver=False, configure_logging=False, job_config=job, **options)
     except Exception as error:
-        raise MissingRequirementError(
-            f"This machine cannot join the Ray cluster at {address}: {shortened(_cause(error), LONGEST_LINE)}.",
-            "Copy ~/.ray/auth_token from its head to this machine, and make the machine a node: "
-            f"RAY_AUTH_MODE=token ray start --address {address}",
-        ) from error
+        raise MissingRequirementError(f"{what}: {shortened(_cause(error), LONGEST_LINE)}.", remedy) from error
     return ray
 
 

@@ -47,17 +47,18 @@ NEEDS_FOLDER = ("filesystem", "lora")  # transports through `weights.root`
 THREADS = "OMP_NUM_THREADS"
 
 
+@dataclass(eq=False)
 class _Place:
-    """One server and its successors: a reservation of the cluster."""
+    """One server. `news`: Ray's, of `ServerAgent.serve`. `node`: its name, once the actor runs. `server`: once it is
+    ready."""
 
-    def __init__(self, number: int, actor: Any, news: Any) -> None:
-        self.number = number
-        self.actor = actor
-        self.news = news  # Ray's, of `ServerAgent.serve`
-        self.node: str | None = None  # its name, once the actor runs
-        self.server: Server | None = None  # once it is ready
-        self.starting = False
-        self.away_since: float | None = None
+    number: int
+    actor: Any
+    news: Any
+    node: str | None = None
+    server: Server | None = None
+    starting: bool = False
+    away_since: float | None = None
 
     @property
     def names(self) -> dict[str, Any]:
