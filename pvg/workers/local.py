@@ -3,6 +3,7 @@
     supply = LocalSupply()                  # begins to import torch in another process, and returns at once
     member = await supply.start()           # a worker: forked from that process in milliseconds
     member.send(frame), await member.receive()
+    member.end()
     await supply.reason(member)             # why it ended
     supply.end()
 
@@ -70,12 +71,10 @@ class LocalMember:
     async def receive(self) -> Frame | None:
         return await receive(self.reader)
 
-    def close(self) -> None:
+    def end(self) -> None:
+        kill(self.pid)
         # Not the writer's `close`, which waits for the process to read what was sent, and one that hangs never does.
         self.writer.transport.abort()
-
-    def kill(self) -> None:
-        kill(self.pid)
 
     def cpu_s(self) -> float | None:
         try:
@@ -145,8 +144,7 @@ class LocalSupply:
         )
 
     async def reason(self, member: Member) -> str:
-        """Why a worker ended, in words. Ends one that still runs."""
-        kill(member.pid)
+        """Why a worker ended, in words."""
         async with self._lock:
             try:
                 status = NOT_A_CHILD if self._broken else await self._ask(f"wait {member.pid}")

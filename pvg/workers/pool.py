@@ -76,10 +76,8 @@ class Member(Protocol):
         """Its next frame; None if it has ended, or cannot be reached."""
         ...
 
-    def kill(self) -> None: ...
-
-    def close(self) -> None:
-        """Neither send nor receive any more. A second call does nothing."""
+    def end(self) -> None:
+        """Kill it, and send no more. A second call does nothing."""
         ...
 
     def cpu_s(self) -> float | None:
@@ -110,7 +108,7 @@ class Supply(Protocol):
         ...
 
     async def reason(self, member: Member) -> str:
-        """Why a process has ended, in words. Ends one that still runs."""
+        """Why a process has ended, in words."""
         ...
 
     async def watch(self) -> None:
@@ -252,7 +250,7 @@ class WorkerPool:
         self._fail(WorkerLostError("The workers are closed."))
         for worker in self._workers:
             if worker.member is not None:
-                worker.member.close()
+                worker.member.end()
         await asyncio.to_thread(self._supply.end)
         open_files.pop(self, None)
         for memory in self._memories:
@@ -382,7 +380,7 @@ class WorkerPool:
             while worker.used and (frame := await member.receive()) is not None:
                 worker.missed = 0
                 self._take(worker, frame)
-            member.close()
+            member.end()
             worker.member = None
             if self._closing:
                 return
@@ -461,7 +459,7 @@ class WorkerPool:
         worker.missed = 0 if moved else worker.missed + 1
         if worker.missed > (PROBES_UNSEEN if cpu_s is None else PROBES_MISSED):
             worker.hangs = True
-            member.kill()
+            member.end()
         else:
             member.send(Frame("ping"))
 
@@ -524,7 +522,7 @@ class WorkerPool:
             others = [other for other in self._workers if other.used]
             self._give(shard, min(others, key=lambda other: len(self._of(other))))
         if worker.member is not None:  # otherwise it has died, and may be being replaced
-            worker.member.kill()
+            worker.member.end()
         assert worker.serving is not None
         await worker.serving
         self._tell_change("removed", worker, why, began)

@@ -21,7 +21,7 @@ from importlib import metadata
 from typing import Any, TypeVar
 
 import pvg
-from pvg.errors import MissingRequirementError, PvgError, UsageError, WorkerLostError, counted, one_line, shortened
+from pvg.errors import MissingRequirementError, UsageError, WorkerLostError, counted, one_line, shortened
 from pvg.inputs import has_place
 from pvg.installation import install_extra
 from pvg.telemetry.device import processor

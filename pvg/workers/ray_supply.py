@@ -50,7 +50,7 @@ class RayMember:
     pid: int = 0
     node: str = "?"
     gpus: str = ""
-    closed: bool = False
+    ended: bool = False
     error: BaseException | None = None  # why it has ended
     _sent: int = 0
 
@@ -60,7 +60,7 @@ class RayMember:
 
     def send(self, frame: Frame) -> None:
         """Weights go as an object of Ray's store, of which Ray brings one copy to each node."""
-        if self.closed:
+        if self.ended:
             return
         memory = []
         if "place" in frame.fields:
@@ -80,13 +80,10 @@ class RayMember:
             self.error = error
             return None
 
-    def kill(self) -> None:
-        self.supply.client.dismiss(self.actor)
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self.kill()
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self.supply.client.dismiss(self.actor)
 
     def cpu_s(self) -> float | None:
         return None
@@ -153,7 +150,7 @@ class RaySupply:
             found = first.fields
             refuse_other_versions(found)
         except BaseException:
-            member.close()
+            member.end()
             raise
         member.node, member.pid = found["node"], found["pid"]
         member.gpus = found["gpus"] if self._needs["num_gpus"] else ""
@@ -169,9 +166,8 @@ class RaySupply:
         return member
 
     async def reason(self, member: Member) -> str:
-        """Why a worker ended, in words. Ends one that still runs."""
+        """Why a worker ended, in words."""
         assert isinstance(member, RayMember)
-        member.close()
         return cause_of(member.error)
 
     async def watch(self) -> None:

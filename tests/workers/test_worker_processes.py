@@ -495,12 +495,13 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(monkeypatch
             member = await supply.start()
             supply._patience_s = 0.1
             os.kill(supply._nursery.pid, signal.SIGSTOP)
+            member.end()
             assert await supply.reason(member) == "its parent process was killed"
             os.kill(supply._nursery.pid, signal.SIGCONT)
             other = await supply.start()
             assert other.pid > 100
             assert lives(other.pid)
-            other.kill()
+            other.end()
 
     asyncio.run(run())
 
@@ -537,7 +538,7 @@ def test_a_worker_is_not_mixed_up_with_one_that_was_started_too_late(monkeypatch
             monkeypatch.setattr("pvg.workers.local.START_S", 120.0)
             supply._patience_s = 120.0
             member = await supply.start()
-            member.kill()
+            os.kill(member.pid, signal.SIGKILL)
             assert await asyncio.wait_for(member.reader.read(), 30) == b""  # its own process has ended
 
     asyncio.run(run())
