@@ -214,7 +214,7 @@ class WorkerPool:
         self._closing = False
         self._failed: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._meter = LoadMeter(self._highest)
+        self._meter = LoadMeter()
 
     @property
     def failed(self) -> bool:
@@ -374,7 +374,6 @@ class WorkerPool:
         """Fill the shards of a worker's process, and take its frames until it ends; then replace it."""
         while True:
             worker.member, worker.missed, worker.cpu_s, worker.hangs = member, 0, 0.0, False
-            self._meter.begin(worker.number)
             for shard in self._of(worker):
                 self._fill(shard)
             while worker.used and (frame := await member.receive()) is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -342,7 +343,7 @@ class WorkerProcess:
     def __init__(self, send: Callable[[Frame], None]) -> None:
         self._send = send
         self._executor = ThreadPoolExecutor(1, "pvg-compute", initializer=torch.set_num_threads, initargs=(1,))
-        self._cores = CoreWaits()
+        self._cores, self._probed = CoreWaits(), time.monotonic()
         self._workers: dict[int, Worker] = {}
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -363,9 +364,10 @@ class WorkerProcess:
     def _load_of_process(self) -> dict[str, float]:
         """Its peak memory so far, and if the system counts them, seconds on a core and seconds waiting for one since
         the last probe."""
-        found = {"peak_bytes": peak_memory()["rss_bytes"]}
-        cores = self._cores.take()
-        return found if cores is None else {**found, "ran_s": cores.ran_s, "waited_s": cores.waited_s}
+        found, cores, before = {"peak_bytes": peak_memory()["rss_bytes"]}, self._cores.take(), self._probed
+        self._probed = time.monotonic()
+        times = {} if cores is None else {"ran_s": cores.ran_s, "waited_s": cores.waited_s}
+        return {**found, **times, "wall_s": self._probed - before}
 
 
 async def _serve(connection: socket.socket) -> None:

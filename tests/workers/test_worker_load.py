@@ -22,13 +22,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_shares_of_the_time_between_reports_by_hand() -> None:
-    meter = LoadMeter(2, began=90.0)
-    for worker, now in ((0, 100.0), (1, 200.0)):
-        meter.report(worker, {"ran_s": 0.0, "waited_s": 0.0}, now)
-    meter.sample([True, True], [0, 0])
-    meter.report(0, {"ran_s": 1.0, "waited_s": 0.5}, 102.0)
-    meter.report(0, {"ran_s": 1.0, "waited_s": 0.5}, 104.0)
-    meter.report(1, {"ran_s": 0.5, "waited_s": 0.0}, 202.0)
+    meter = LoadMeter()
+    for worker, ran_s, waited_s in ((0, 1.0, 0.5), (0, 1.0, 0.5), (1, 0.5, 0.0)):
+        meter.report(worker, {"ran_s": ran_s, "waited_s": waited_s, "wall_s": 2.0, "peak_bytes": 0})
     assert meter.sample([True, False], [0, 3]) == pytest.approx(
         {
             "up": 1,
@@ -49,13 +45,13 @@ def test_shares_of_the_time_between_reports_by_hand() -> None:
         }
     )
     # Without a new report there is no share; a system that does not count has never one.
-    meter.report(0, {}, 110.0)
+    meter.report(0, {"wall_s": 2.0, "peak_bytes": 0})
     assert "busy" not in meter.sample([True, True], [0, 3])
 
 
 def test_many_workers_have_no_metrics_of_their_own() -> None:
-    meter = LoadMeter(MOST_NAMED + 1, began=0.0)
-    meter.report(5, {"ran_s": 1.0, "waited_s": 0.0}, 10.0)
+    meter = LoadMeter()
+    meter.report(5, {"ran_s": 1.0, "waited_s": 0.0, "wall_s": 10.0, "peak_bytes": 0})
     found = meter.sample([True] * (MOST_NAMED + 1), [0] * (MOST_NAMED + 1))
     shares = {"busy", "busy_most", "busy_least", "core_wait"}
     assert set(found) == {"up", "restarts", "ran_s", "waited_s", "longest_wait_s", *shares}
