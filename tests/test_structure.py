@@ -52,7 +52,7 @@ SERVER_SIDE, BEHIND_WALLS = "pvg.servers.server_side", "pvg.sandbox.inside"
 MOST_LINES = 700
 # All modules of pvg, the command line and benchmarks; and the modules of pvg. Measures of traces (pvg.traces), attacks
 # on graders (pvg.attack), bridges and the hack alarm took 4,600 lines, for which 2,400 others went.
-MOST_LINES_OF_ALL, MOST_MODULES = 76_515, 238
+MOST_LINES_OF_ALL, MOST_MODULES = 76_324, 237
 
 
 @cache
