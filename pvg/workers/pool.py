@@ -337,8 +337,15 @@ class WorkerPool:
     async def _begin(self, worker: _Worker) -> None:
         """Start a process for a worker, which others replace until it is used no more."""
         worker.used = True
-        member = await self._supply.start()
-        worker.serving = self._background(self._serve(worker, member), f"worker {worker.number}")
+        await self._renew(worker)
+        worker.serving = self._background(self._serve(worker), f"worker {worker.number}")
+
+    async def _renew(self, worker: _Worker, successor: bool = False) -> None:
+        """Start a process for a worker, and fill its shards."""
+        member = await self._supply.start(successor)
+        worker.member, worker.missed, worker.cpu_s, worker.hangs = member, 0, 0.0, False
+        for shard in self._of(worker):
+            self._fill(shard)
 
     def _fill(self, shard: _Shard) -> None:
         """Send a shard's new worker what its predecessor had confirmed, and what it has not answered."""
@@ -370,12 +377,9 @@ class WorkerPool:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _serve(self, worker: _Worker, member: Member) -> None:
-        """Fill the shards of a worker's process, and take its frames until it ends; then replace it."""
-        while True:
-            worker.member, worker.missed, worker.cpu_s, worker.hangs = member, 0, 0.0, False
-            for shard in self._of(worker):
-                self._fill(shard)
+    async def _serve(self, worker: _Worker) -> None:
+        """Take the frames of a worker's process until it ends; then replace it."""
+        while (member := worker.member) is not None:
             while worker.used and (frame := await member.receive()) is not None:
                 worker.missed = 0
                 self._take(worker, frame)
@@ -400,7 +404,7 @@ class WorkerPool:
                         f"({request.frame.kind}): {why}.",
                         "Play without workers: -s cluster=none",
                     )
-            member = await self._supply.start(successor=True)
+            await self._renew(worker, successor=True)
 
     def _take(self, worker: _Worker, frame: Frame) -> None:
         if frame.kind == "pong":
