@@ -129,8 +129,9 @@ class RaySupply:
                         async with asyncio.timeout(GRACE_S):
                             return await self._started(self._needs)
                     member = await self._started({"num_cpus": 0})
-                    why = f"Ray has no room for a worker, so it shares node {member.node}"
-                    self.events.event("workers", event="node shared", node=member.node, why=why)
+                    if member.pid:  # otherwise it has ended
+                        why = f"Ray has no room for a worker, so it shares node {member.node}"
+                        self.events.event("workers", event="node shared", node=member.node, why=why)
                     return member
                 return await self._started(self._needs)
         except TimeoutError:
