@@ -325,9 +325,7 @@ def _verdicts(experiment: AllSections) -> Iterator[str]:
     for key, value, off in (
         ("verifier.engine", verifier.engine, "torch"),
         ("verifier.ensemble", verifier.ensemble.kind, "none"),
-        ("game.schedule", experiment.game.schedule.kind, "stackelberg"),
         ("rollout.engine", experiment.rollout.engine.kind, "torch"),
-        ("rollout.prefetch", experiment.rollout.prefetch.kind, "none"),
         ("cluster", "none" if cluster == "auto" else cluster, "none"),
     ):
         if value != off:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pvg.config.game import SimultaneousSchedule
 from pvg.config.rollout import SamplingAhead
 from pvg.game.audit import audit_of
 from pvg.game.groups import CarriedGroups, FreshGroups, Refill
 from pvg.game.orders import ProverOrders, RunWithPlayers, WeightsReader, interaction_of, prover_orders
-from pvg.game.parts import Batches, BatchLogprobs, TrainingStop
+from pvg.game.parts import Batches, BatchLogprobs, Helper, TrainingStop
 from pvg.game.rewards import credit_of, pay, reading_of
 from pvg.game.round import GameBatches, TrainingPhase
 from pvg.game.session import Session
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+OpenUpdates = Callable[[Session, ScoringModel, float], Awaitable[FixedVerifier]]
 # Batches before a rule can end a phase: the averages need about as many (StopRule.decay).
 MIN_STEPS = 10
 
@@ -88,8 +88,9 @@ class StopRule:
         vars(self).update(state)
 
 
-async def train_prover(session: Session) -> None:
-    """Run the phase from the last committed step on, then enter CHECKPOINT."""
+async def train_prover(session: Session, open_updates: OpenUpdates | None = None) -> None:
+    """Run the phase from the last committed step on, then enter CHECKPOINT. `open_updates`: of the verifier, if it
+    learns meanwhile."""
     info = session.begin("steps", session.training.steps, session.state.step)
     started = time.perf_counter()
     with span("open_models"):
@@ -99,11 +100,9 @@ async def train_prover(session: Session) -> None:
     try:
         with session.players.divided_workers():
             with span("open_models"):
-                current, schedule = FixedVerifier(threshold), session.game.schedule
-                if isinstance(schedule, SimultaneousSchedule):
-                    from pvg.game.simultaneous import open_updates
-
-                    current = await open_updates(session, schedule, verifier, threshold)
+                current = FixedVerifier(threshold)
+                if open_updates is not None:
+                    current = await open_updates(session, verifier, threshold)
                 phase = open_prover_phase(session, info, verifier, current, learner)
             await phase.play()
         phase.tell_unfinished()
@@ -141,6 +140,21 @@ def open_phase(
     stop_rule: TrainingStop | None = None,
 ) -> TrainingPhase:
     """The training of `learner` on batches for its objective, from the last commit on."""
+    return TrainingPhase(
+        session,
+        info,
+        learner,
+        *open_trainer(session, learner, open_batches),
+        StopRule(session.game.stop) if stop_rule is None else stop_rule,
+        Alerts(two_roles=0 < session.game.sneaky_share < 1),
+    )
+
+
+def open_trainer(
+    session: Session, learner: LanguageModel, open_batches: Callable[[PolicyObjective, BatchLogprobs], Batches]
+) -> tuple[Batches, MinibatchSource, Trainer[PolicyBatch], list[Helper]]:
+    """What trains `learner` on batches for its objective: the batches, the trainer's source, the trainer, and what
+    helps."""
     training, players = session.training, session.players
     objective = PolicyObjective(training, session.rollout, learner.tokenizer.pad_id, players.models.compute_dtype)
     learner.require_gradients()
@@ -162,17 +176,8 @@ def open_phase(
         workers=workers,
         ranks=ranks,
     )
-    return TrainingPhase(
-        session,
-        info,
-        learner,
-        batches,
-        minibatches,
-        trainer,
-        StopRule(session.game.stop) if stop_rule is None else stop_rule,
-        Alerts(two_roles=0 < session.game.sneaky_share < 1),
-        [helper for helper in (logprobs, workers, ranks) if helper is not None],
-    )
+    helpers: list[Helper] = [helper for helper in (logprobs, workers, ranks) if helper is not None]
+    return batches, minibatches, trainer, helpers
 
 
 def open_batches(

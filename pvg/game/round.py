@@ -60,9 +60,9 @@ class TrainingPhase:
     batches: Batches
     minibatches: MinibatchSource  # of `batches`; the trainer's source
     trainer: Trainer[PolicyBatch]
+    helpers: Sequence[Helper]
     stop_rule: TrainingStop
     alerts: Alerts
-    helpers: Sequence[Helper]
     version: int = field(init=False)
     stopped: bool = False
     last_metrics: dict[str, float] = field(default_factory=dict)

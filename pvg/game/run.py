@@ -84,6 +84,8 @@ PHASES = {
 }
 # A generative verifier is a policy, and learns as one.
 VERDICTS = {**PHASES, Phase.TRAIN_VERIFIER: "pvg.game.verdict_phase:train_verifier"}
+# The verifier learns beside the prover.
+BESIDE = {Phase.TRAIN_PROVER: "pvg.game.simultaneous:train_prover"}
 # Self-play has no verifier.
 SELF_PLAY = {Phase.TRAIN_PROVER: "pvg.game.play_phase:train_player", Phase.CHECKPOINT: "pvg.game.play_phase:rate"}
 
@@ -222,6 +224,8 @@ async def _play_phases(experiment: Experiment, session: Session) -> None:
     ledger, self_play = session.ledger, experiment.task.kind == "play"
     await _enter_game(experiment, session, _first_phase(experiment))
     phases = SELF_PLAY if self_play else VERDICTS if experiment.verifier.verdict_tokens else PHASES
+    if experiment.game.schedule.kind == "simultaneous" and not self_play:
+        phases = phases | BESIDE
     while ledger.state.phase is not Phase.COMPLETE:
         await session.players.place_base(ledger.state.phase)
         await imported(phases[ledger.state.phase])(session)

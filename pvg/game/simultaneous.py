@@ -1,6 +1,6 @@
 """The simultaneous schedule (`game.schedule`): the verifier keeps learning while the prover learns against it.
 
-    updates = await open_updates(session, schedule, verifier, threshold)
+    updates = await open_updates(session, verifier, threshold)
     metrics = await updates.after(batches_done, scorer)     # after an update all scores come from the new verifier
 
 An update samples fresh solutions of the current prover on problems of the verifier's half, so that neither player
@@ -18,15 +18,18 @@ Invariant: an update depends only on committed state: its number, the shards and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pvg.config.game import SimultaneousSchedule
+from pvg.game import prover_phase
 from pvg.game.orders import interaction_of, mint_orders, source_weights, sources_for_round
 from pvg.game.session import Session
 from pvg.game.states import Phase
+from pvg.game.verdict_phase import VerdictLearning
 from pvg.game.verifier_phase import (
     FixedVerifier,
     calibration,
@@ -37,15 +40,15 @@ from pvg.game.verifier_phase import (
     steps_of_member,
     verifier_trainer,
 )
-from pvg.models.heads import VerifierModel
+from pvg.models.heads import GenerativeHead, VerifierModel
 from pvg.records import Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import SampleCall
 from pvg.seeds import generator_for, seed_for
-from pvg.store.pairs import PairView, is_held_out
+from pvg.store.pairs import PairStream, PairView, is_held_out
 from pvg.store.run_players import final_verifier_name
 from pvg.store.shards import solutions_in_memory
 from pvg.telemetry.spans import span
-from pvg.training.trainer import OptimizerSettings
+from pvg.training.trainer import OptimizerSettings, Trainer
 from pvg.verifier.data import PairSource, VerifierBatch
 from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
@@ -59,11 +62,16 @@ FRESH_SHARE = 0.5  # share of pairs with fresh solutions; the other half keeps t
 PREFIX = "verifier."  # marks the verifier trainer's tensors in the prover's checkpoint
 
 
-async def open_updates(
-    session: Session, schedule: SimultaneousSchedule, verifier: ScoringModel, threshold: float
-) -> VerifierUpdates:
+async def train_prover(session: Session) -> None:
+    """TRAIN_PROVER of this schedule."""
+    await prover_phase.train_prover(session, open_updates)
+
+
+async def open_updates(session: Session, verifier: ScoringModel, threshold: float) -> VerifierUpdates:
     """The updates of the current round, with the rollouts of committed ones."""
     assert isinstance(verifier, VerifierModel), "pvg.config.rules refuses ensembles"
+    schedule = session.game.schedule
+    assert isinstance(schedule, SimultaneousSchedule)
     round_ = session.state.round
     calibrating, _ = await session.players.compute(lambda: calibration_view(session))
     roles_R = await minted_roles(session, calibrating)
@@ -74,21 +82,62 @@ async def open_updates(
     fresh: dict[int, list[Rollout]] = {}
     for rollout in await session.ledger.read_rollouts_where(round_, phase, prefixes) if prefixes else ():
         fresh.setdefault(rollout.step, []).append(rollout)
-    return VerifierUpdates(session, schedule, verifier, threshold, calibrating, roles_R, fresh)
+    if isinstance(verifier, GenerativeHead):
+        learning: Learning = await VerdictLearning.open(session, verifier)
+    else:
+        learning = PairLearning(session, verifier)
+    return VerifierUpdates(session, schedule, verifier, learning, threshold, calibrating, roles_R, fresh)
 
 
-class _NewestPairs:
-    """The source of the verifier's trainer; every update replaces the pairs that it draws from."""
+class Learning(Protocol):
+    """How a verifier learns from the solutions of a stream."""
 
-    def __init__(self) -> None:
-        self.source: PairSource | None = None
+    trainer: Trainer[Any]
+
+    async def close(self) -> None: ...
+
+    def excluded(self, stream: PairStream) -> Mapping[str, str]:
+        """The sources from which it cannot learn, with reasons."""
+
+    async def learn(self, stream: PairStream, first: int, steps: int) -> dict[str, float]:
+        """Take `steps` steps, of which `first` is the number of the first one. Returns metrics of the last one."""
+
+
+class PairLearning:
+    """A verifier that scores learns from pairs. It is the source of its trainer: every update replaces the pairs."""
+
+    def __init__(self, session: Session, verifier: VerifierModel) -> None:
+        self._players, self._verifier = session.players, verifier
+        self._source: PairSource | None = None
+        self._workers = session.players.verifier_workers(verifier)
+        settings = OptimizerSettings(learning_rate=session.verifier.learning_rate)
+        self.trainer = verifier_trainer(session, verifier, self, settings, self._workers)
 
     async def next_batch(self) -> VerifierBatch | None:
-        return None if self.source is None else await self.source.next_batch()
+        return None if self._source is None else await self._source.next_batch()
+
+    async def close(self) -> None:
+        """Close the workers' copies of the verifier in training."""
+        if self._workers is not None:
+            await self._workers.close()
+
+    def excluded(self, stream: PairStream) -> Mapping[str, str]:
+        return stream.excluded
+
+    async def learn(self, stream: PairStream, first: int, steps: int) -> dict[str, float]:
+        with span("draw_pairs"):
+            opened = partial(self._players.pair_source, stream, self._verifier, first)
+            self._source = await self._players.compute(opened)
+        metrics: Mapping[str, float] = {}
+        for _ in range(steps):
+            report = await self.trainer.step()
+            assert report is not None, "pairs never end"
+            metrics = report.metrics
+        return {"verifier_loss": metrics["loss"], "verifier_pair_accuracy": metrics["pair_accuracy"]}
 
 
 class VerifierUpdates(FixedVerifier):
-    """Trains `verifier`, which the caller owns. `threshold`: that of the current verifier.
+    """Trains `verifier`, which the caller owns, by `learning`. `threshold`: that of the current verifier.
 
     `calibrating`: minted solutions that no update trains on (all of them if the mint is too small); `helpful_R`: which
     of them have the helpful role. `fresh`: fresh solutions of earlier updates in the window, by the number of the
@@ -100,27 +149,20 @@ class VerifierUpdates(FixedVerifier):
         session: Session,
         schedule: SimultaneousSchedule,
         verifier: VerifierModel,
+        learning: Learning,
         threshold: float,
         calibrating: PairView,
         helpful_R: NDArray[np.bool_],
         fresh: dict[int, list[Rollout]],
     ) -> None:
         super().__init__(threshold)
-        self._session, self._schedule, self._verifier = session, schedule, verifier
+        self._session, self._schedule, self._verifier, self._learning = session, schedule, verifier, learning
         self._calibrating, self._helpful_R, self._fresh = calibrating, helpful_R, fresh
         self._done = 0
-        self._excluded: Mapping[str, str] = {}
         self._told_excluded = False
-        self._pairs = _NewestPairs()
-        section, players = session.verifier, session.players
-        self._workers = players.verifier_workers(verifier)
-        settings = OptimizerSettings(learning_rate=section.learning_rate)
-        self._trainer = verifier_trainer(session, verifier, self._pairs, settings, self._workers)
 
     async def close(self) -> None:
-        """Close the workers' copies of the verifier in training."""
-        if self._workers is not None:
-            await self._workers.close()
+        await self._learning.close()
 
     async def after(self, batches: int, scorer: VerifierScorer) -> dict[str, float]:
         """Make an update if one is due after the prover's batch number `batches`, counted from 1. No score may be in
@@ -134,24 +176,17 @@ class VerifierUpdates(FixedVerifier):
         self._fresh[self._done] = fresh
         self._drop_old_samples()
         with span("draw_pairs"):
-            self._pairs.source = await session.players.compute(self._open_source)
-        if self._excluded and not self._told_excluded:  # after a role has collapsed, no update has fresh pairs
+            stream = await session.players.compute(self._open_stream)
+        excluded = self._learning.excluded(stream)
+        if excluded and not self._told_excluded:  # after a role has collapsed, no update has fresh pairs
             self._told_excluded = True
-            session.tell_about_excluded_sources(self._excluded)
-        metrics: Mapping[str, float] = {}
-        for _ in range(self._schedule.every):
-            report = await self._trainer.step()
-            assert report is not None, "pairs never end"
-            metrics = report.metrics
+            session.tell_about_excluded_sources(excluded)
+        every = self._schedule.every
+        learned = await self._learning.learn(stream, steps_of_member(session) + self._done * every, every)
         scorer.set_version(await session.players.compute(self._verifier.version))
         self._done += 1
         calibrated = await self._calibrate(scorer)
-        return {
-            "verifier_loss": metrics["loss"],
-            "verifier_pair_accuracy": metrics["pair_accuracy"],
-            "fresh_correct": sum(r.grade.correct for r in fresh) / len(fresh),
-            **calibrated,
-        }
+        return {**learned, "fresh_correct": sum(r.grade.correct for r in fresh) / len(fresh), **calibrated}
 
     async def _sample(self, scorer: VerifierScorer) -> list[Rollout]:
         """Solutions of the engine's current policy, in both roles for each problem, as in a mint."""
@@ -172,7 +207,7 @@ class VerifierUpdates(FixedVerifier):
         )
         return [rollout for group in groups for rollout in group.rollouts]
 
-    def _open_source(self) -> PairSource:
+    def _open_stream(self) -> PairStream:
         """Pairs of the mint and the window, without the held-out problems. Runs in the compute thread."""
         session, round_ = self._session, self._session.state.round
         section, game = session.verifier, session.game
@@ -185,10 +220,7 @@ class VerifierUpdates(FixedVerifier):
         shares = source_weights(game, sources_for_round(round_))
         weights = {name: (1.0 - FRESH_SHARE) * share for name, share in shares.items()}
         weights[source_of_round(round_)] = FRESH_SHARE
-        stream = pair_stream(section, view, weights, seed_for(session.seed, round_, "fresh-pairs", self._done))
-        self._excluded = stream.excluded
-        start = steps_of_member(session) + self._done * self._schedule.every
-        return session.players.pair_source(stream, self._verifier, start)
+        return pair_stream(section, view, weights, seed_for(session.seed, round_, "fresh-pairs", self._done))
 
     async def _calibrate(self, scorer: VerifierScorer) -> dict[str, float]:
         """Calibrate on held-out problems, with solutions of the mint and of the window."""
@@ -226,8 +258,8 @@ class VerifierUpdates(FixedVerifier):
 
     async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """For the prover's checkpoint: tensors named "verifier.*", and JSON data."""
-        tensors, meta = await self._session.players.compute(self._trainer.state)
-        copied = self._trainer.copies_state  # otherwise the next update would change what is being written
+        tensors, meta = await self._session.players.compute(self._learning.trainer.state)
+        copied = self._learning.trainer.copies_state  # otherwise the next update would change what is being written
         named = {PREFIX + name: tensor if copied else tensor.clone() for name, tensor in tensors.items()}
         return named, {"done": self._done, "threshold": self.threshold, "trainer": meta}
 
@@ -236,7 +268,7 @@ class VerifierUpdates(FixedVerifier):
     ) -> dict[str, Tensor]:
         """Restore a `state` whose tensors are among `tensors`; returns the other tensors."""
         own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-        self._trainer.load_state(own, progress["trainer"])
+        self._learning.trainer.load_state(own, progress["trainer"])
         self._done, self.threshold = progress["done"], progress["threshold"]
         self._drop_old_samples()
         scorer.set_version(self._verifier.version())

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.rollout import NoDeadline, Rollouts, framed
+from pvg.config.rollout import NoDeadline, NoPrefetch, Rollouts, framed
 from pvg.config.training import ClippedLoss, Kl, Training
 from pvg.game.parts import Batches, BatchLogprobs
-from pvg.game.prover_phase import StopRule, open_phase
+from pvg.game.prover_phase import StopRule, open_phase, open_trainer
 from pvg.game.rewards import credit_of
 from pvg.game.session import Session
 from pvg.game.statistics import sampling_metrics, staleness_metrics
@@ -38,6 +39,7 @@ from pvg.training.batch import PolicyBatch, batch_of, groups_and_roles
 from pvg.training.credit import zero_signal_groups
 from pvg.training.forward import fitted
 from pvg.training.losses import PolicyObjective
+from pvg.training.trainer import Trainer
 from pvg.verifier.data import read_verdict
 
 # In the metadata of a problem: whether the solution is correct, and its first wrong step from 1, if known.
@@ -56,12 +58,7 @@ async def train_verifier(session: Session) -> None:
         verifier = await players.compute(lambda: players.open_verifier(state.round))
     assert isinstance(verifier, GenerativeHead)
     try:
-        verdicts = Verdicts(session, verifier)
-        rollout = verdict_rollouts(session.rollout, verifier.head.tokens)
-        async with players.of_verifier(verifier, verdicts, rollout) as own_players:
-            longest = verdicts.longest_question + session.longest + rollout.max_tokens
-            training = verdict_training(session, verifier, longest)
-            own = replace(session, players=own_players, rollout=rollout, training=training)
+        async with verdict_session(session, verifier) as (own, verdicts):
             with span("open_models"):
                 stream = open_pairs(session)
                 if state.step == 0:
@@ -77,9 +74,19 @@ async def train_verifier(session: Session) -> None:
         verifier.close()
 
 
+@asynccontextmanager
+async def verdict_session(session: Session, verifier: GenerativeHead) -> AsyncIterator[tuple[Session, Verdicts]]:
+    """The session in which the verifier is the policy, and its task."""
+    verdicts, rollout = Verdicts(session, verifier), verdict_rollouts(session.rollout, verifier.head.tokens)
+    async with session.players.of_verifier(verifier, verdicts, rollout) as players:
+        longest = verdicts.longest_question + session.longest + rollout.max_tokens
+        training = verdict_training(session, verifier, longest)
+        yield replace(session, players=players, rollout=rollout, training=training), verdicts
+
+
 def verdict_rollouts(rollout: Rollouts, tokens: int) -> Rollouts:
     """How verdicts are sampled for training."""
-    plain = {"temperature": 1.0, "deadline": NoDeadline(), "logprobs": "sampled"}
+    plain = {"temperature": 1.0, "deadline": NoDeadline(), "prefetch": NoPrefetch(), "logprobs": "sampled"}
     return rollout.model_copy(update={**plain, "max_tokens": tokens})
 
 
@@ -206,6 +213,52 @@ class VerdictBatches(Batches):
                 **staleness_metrics(rollouts, players.engine.version),
             }
         return batch
+
+
+class VerdictLearning:
+    """The updates of a generative verifier beside the prover (pvg.game.simultaneous): GRPO steps on the solutions of a
+    stream. A step depends on the weights, the stream and the step's number, which continues the verifier phase's."""
+
+    def __init__(
+        self,
+        session: Session,
+        verifier: GenerativeHead,
+        batches: VerdictBatches,
+        trainer: Trainer[PolicyBatch],
+        opened: AsyncExitStack,
+    ) -> None:
+        self._players, self._verifier, self._batches = session.players, verifier, batches
+        self.trainer, self._opened = trainer, opened
+
+    @classmethod
+    async def open(cls, session: Session, verifier: GenerativeHead) -> VerdictLearning:
+        async with AsyncExitStack() as stack:
+            own, verdicts = await stack.enter_async_context(verdict_session(session, verifier))
+            made = partial(VerdictBatches, own, verdicts, open_pairs(session))
+            batches, _, trainer, _ = open_trainer(own, verifier.policy, made)
+            assert isinstance(batches, VerdictBatches)
+            return cls(own, verifier, batches, trainer, stack.pop_all())
+
+    async def close(self) -> None:
+        await self._opened.aclose()
+
+    def excluded(self, stream: PairStream) -> Mapping[str, str]:
+        return stream.excluded_singles
+
+    async def learn(self, stream: PairStream, first: int, steps: int) -> dict[str, float]:
+        """Take `steps` steps, of which `first` is the number of the first one. Returns metrics of the last one."""
+        players, batches = self._players, self._batches
+        batches.stream, batches.done = stream, first
+        metrics: Mapping[str, float] = {}
+        for _ in range(steps):
+            with span("sync"):
+                policy = await players.compute(self._verifier.policy.policy)
+                await players.publish(policy[0], batches.done + 1, policy[1])
+            report = await self.trainer.step()
+            assert report is not None, "solutions never end"
+            metrics = report.metrics
+        verdicts = ("verdict_accuracy", "unreadable", "wrong_reason")
+        return {"verifier_loss": metrics["loss"], **{name: batches.metrics[name] for name in verdicts}}
 
 
 async def held_out_verdicts(session: Session, verdicts: Verdicts, votes: int) -> dict[str, float]:

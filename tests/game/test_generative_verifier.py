@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pvg.api import Run
 from pvg.config.experiment import Experiment
+from pvg.config.game import SimultaneousSchedule
 from pvg.errors import ConfigurationError, PvgError
 from pvg.evaluation.trace_report import summarised
 from pvg.records import Rollout
@@ -113,9 +114,7 @@ def test_verdicts_are_paid_for_being_right_and_never_about_held_out_problems(gam
     [
         ("verifier.engine", "vllm"),
         ("verifier.ensemble", "mean"),
-        ("game.schedule", "simultaneous"),
         ("rollout.engine", "vllm"),
-        ("rollout.prefetch", "fresh"),
         ("cluster", "local"),
         ("cluster", "ray"),
         ("rollout.group_size", 1),
@@ -191,6 +190,68 @@ def test_stopped_and_resumed_it_ends_like_the_uninterrupted_run(stop_at: tuple[s
     assert differences(fingerprint(stopped), fingerprint(whole)) == []
 
 
+BESIDE = {
+    "game.schedule": "simultaneous",
+    "game.schedule.every": 2,
+    "game.test.problems": 4,
+    "models.prover": {"source": "embedded:modchain-prover"},
+    "models.verifier": {"source": "embedded:modchain-critic"},  # writes readable verdicts: a signal in each step
+    "task.min_terms": 5,
+    "task.max_terms": 5,
+    "rollout.max_tokens": 40,
+}
+
+
+@pytest.fixture
+def small_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimultaneousSchedule, "problems", 6)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_updates")
+def test_beside_the_prover_it_learns_from_fresh_solutions_too_and_pays_by_the_newest_verdicts(tmp_path: Path) -> None:
+    run = completed(experiment(**BESIDE), tmp_path)
+    steps = [r["metrics"] for r in rows(run, "step") if r["phase"] == "train_prover"]
+    assert ["verdict_accuracy" in metrics for metrics in steps] == [False, True] * 3 + [False]
+    assert [name for metrics in steps for name in metrics if not catalogued(f"train_prover/{name}")] == []
+    every = [rollout for rollout in verdicts(run) if "held-out" not in rollout.id]
+    assert {rollout.step for rollout in every} == set(range(7 + 6))  # the steps of the phase, and of three updates
+    beside = [rollout for rollout in every if rollout.step >= 7]
+    fresh = {rollout.problem_id for rollout in recorded(run) if "/fresh/" in rollout.id}
+    assert {rollout.problem_id for rollout in beside} & fresh
+    assert not any(is_held_out(rollout.problem_id, 0.3) for rollout in beside)
+    assert all(rollout.reward == float(rollout.grade.correct) for rollout in beside)
+    scored = {r.step: r.verifier_version for r in recorded(run) if "/train_prover/" in r.id}
+    assert scored[0] == scored[1] != scored[2] == scored[3] != scored[4]
+    with Run(run.path).open_scorer(0) as scorer:  # the last verifier of the round
+        assert scorer.version == scored[6]
+
+
+@pytest.mark.drill
+@pytest.mark.usefixtures("small_updates")
+@pytest.mark.parametrize("stop_at", [("train_prover", 3), ("train_prover", 4)])
+def test_beside_the_prover_it_resumes_like_the_uninterrupted_run(stop_at: tuple[str, int], tmp_path: Path) -> None:
+    whole, stopped, settings = (
+        tmp_path / "whole",
+        tmp_path / "stopped",
+        experiment(**BESIDE, **{"store.commit_every": 1}),
+    )
+    completed(settings, whole)
+    assert played(settings, stopped, stop_at=stop_at)[0].status == "interrupted"
+    played(settings, stopped, resume=True)
+    assert differences(fingerprint(stopped), fingerprint(whole)) == []
+
+
+@pytest.mark.slow
+def test_it_scores_solutions_that_were_sampled_ahead(tmp_path: Path) -> None:
+    run = completed(experiment(**{"rollout.prefetch": "fresh"}), tmp_path)
+    sampled = [rollout for rollout in recorded(run) if "/train_prover/" in rollout.id]
+    assert any(rollout.version for rollout in sampled)
+    with Run(run.path).open_scorer(0) as scorer:
+        again = [float(scorer.score_texts(r.question, [r.text])[0]) for r in sampled[:20]]
+    assert again == [r.score for r in sampled[:20]]
+
+
 @pytest.mark.slow
 def test_without_steps_a_frozen_model_judges(tmp_path: Path) -> None:
     run = completed(experiment(**{"verifier.steps": 0, "training.steps": 1}), tmp_path)
@@ -245,8 +306,6 @@ def test_a_model_that_writes_no_verdict_is_paid_nothing_and_gives_even_odds(styl
     [
         ({"verifier.ensemble": "mean"}, "verifier.ensemble"),
         ({"verifier.engine": "vllm"}, "verifier.engine"),
-        ({"game.schedule": "simultaneous"}, "game.schedule"),
-        ({"rollout.prefetch": "fresh"}, "rollout.prefetch"),
         ({"cluster": {"kind": "local", "workers": 2}}, "cluster"),
         ({"verifier.loss": "cross_entropy"}, "verifier.loss"),
         ({"rollout.group_size": 1, "training.loss": "spo"}, "rollout.group_size"),

@@ -98,19 +98,18 @@ def test_pairs_are_drawn_from_the_window_and_the_mint_and_never_from_held_out_pr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     drawn: list[tuple[list[str], set[str]]] = []
-    opened = VerifierUpdates._open_source
+    opened = VerifierUpdates._open_stream
 
     def watched(self: VerifierUpdates) -> Any:
-        source = opened(self)
-        stream = source._stream
+        stream = opened(self)
         ids = {row.problem_id for step in range(40) for row in stream.rows(stream.draw(step, 8).correct_rows_M)}
         window = {r.problem_id for number in self._fresh for r in self._fresh[number]}
         drawn.append((stream._view.sources, ids & window))
         assert not any(is_held_out(problem_id, 0.1) for problem_id in ids)
         assert set(self._fresh) <= {self._done, self._done - 1}
-        return source
+        return stream
 
-    monkeypatch.setattr(VerifierUpdates, "_open_source", watched)
+    monkeypatch.setattr(VerifierUpdates, "_open_stream", watched)
     played(changed(TURNS), tmp_path)
     assert len(drawn) == 3
     assert all(set(sources) == {"base", "round-000"} for sources, _ in drawn)
