@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from pvg.errors import UsageError
+from pvg.errors import StoppedAtStart, UsageError
 from pvg_cli import completion
 from pvg_cli.boundary import EXIT_STOPPED, announce_loading, arguments, emit, say
 from pvg_cli.options import (
@@ -240,7 +240,14 @@ def _play(plan: RunPlan, as_json: bool, launch: Launch | None, ranks: RankGroup 
 
 def _said(plan: RunPlan, fit: Fit) -> RunPlan:
     """The plan with settings that fit into the memory. Says the time and the memory of the game."""
-    experiment, line = fit(plan.experiment)
+    try:
+        experiment, line = fit(plan.experiment)
+    except KeyboardInterrupt:  # it imports torch, which takes seconds
+        if not plan.resume:
+            raise
+        raise StoppedAtStart(
+            f"Stopped while {plan.run.name!r} was starting.", f"To resume it: {plan.resume_command}"
+        ) from None
     say(line)
     return replace(plan, experiment=experiment)
 

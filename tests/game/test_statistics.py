@@ -78,10 +78,10 @@ def test_correct_sneaky_solutions_do_not_lower_the_threshold():
     helpful_N = np.array([True] * 10 + [False] * 5 + [True, False, False])
     scores_N = np.array([*range(10), *[-50.0] * 5, 8.5, -60.0, -60.0], dtype=np.float32)
     found = calibration(correct_N, helpful_N, scores_N)
-    assert found["threshold"] == 1.0  # 9 of the 10 correct helpful solutions reach it
+    assert found["threshold"] == 0.0  # all 10 correct helpful solutions reach it, and 1 of the 3 wrong ones
     assert found["verifier_auc"] == auc(scores_N[correct_N], scores_N[~correct_N])  # of both roles
     without = calibration(correct_N, np.zeros(18, dtype=bool), scores_N)
-    assert without["threshold"] == -50.0  # of 15 correct solutions, since none is helpful
+    assert without["threshold"] == -50.0  # the lowest of 15 correct solutions, since none is helpful
 
 
 def test_repeated_rollouts_have_the_prompt_and_the_tokens_of_an_earlier_one():

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 import pyarrow
@@ -18,7 +17,7 @@ from loopback_hub import Hub
 from pyarrow import parquet
 
 from pvg import hub as pvg_hub
-from pvg.config.load import load_experiment
+from pvg.config.experiment import Experiment
 from pvg.config.task import Gsm8kTask
 from pvg.errors import ConfigurationError
 from pvg.store.run_directory import RunDirectory
@@ -57,22 +56,19 @@ def test_a_dry_run_prints_the_commit_and_the_size_and_downloads_nothing(
     commit = hub.add("tiny/prover", model)
     called = pvg("train", "--dry-run", *PROVER)
     assert called.code == 0, called.err
-    toml, _, rest = called.out.partition("\n\nderived")
-    assert tomllib.loads(toml)["models"]["prover"]["source"] == f"hf:tiny/prover@{commit}"
     size = sum(len(data) for name, data in model.items() if name in WANTED)
-    assert f"models.prover.source: 5 of 5 files to download, {size / 1e6:.1f} MB" in rest
-    assert pvg("train", "--dry-run", "--json", *PROVER).document["downloads"] == {
-        "models.prover.source": {"files": 5, "missing": 5, "size": size}
-    }
+    assert f"models.prover.source: 5 of 5 files to download, {size / 1e6:.1f} MB" in called.out
+    document = pvg("train", "--dry-run", "--json", *PROVER).document
+    assert document["experiment"]["models"]["prover"]["source"] == f"hf:tiny/prover@{commit}"
+    assert document["downloads"] == {"models.prover.source": {"files": 5, "missing": 5, "size": size}}
     assert hub.downloads() == []
     assert not Path("runs").exists()
 
 
 def test_a_run_keeps_the_commit_that_it_began_with(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
     commit = hub.add("tiny/prover", model)
-    toml = pvg("train", "--dry-run", *PROVER).out.partition("\n\nderived")[0]
-    Path("first.toml").write_text(toml)
-    RunDirectory.create(Path("runs"), "first", load_experiment(Path("first.toml")))
+    begun = Experiment.model_validate(pvg("train", "--dry-run", "--json", *PROVER).document["experiment"])
+    RunDirectory.create(Path("runs"), "first", begun)
     hub.add("tiny/prover", model)
     pvg_hub._commit.cache_clear()  # as in another process
     for again in (("--resume", "first"), ("modchain", *PROVER, "--resume", "first")):
