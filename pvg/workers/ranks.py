@@ -19,7 +19,6 @@ part. Invariant: all ranks run the same number of forward passes. Otherwise they
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import math
 import os
@@ -46,7 +45,7 @@ from pvg.config.rollout import Rollouts
 from pvg.config.training import Models, Training
 from pvg.errors import MissingRequirementError, PvgError, StoppedAtStart
 from pvg.models import open_model
-from pvg.models.compute import autocast
+from pvg.models.compute import KEPT_BYTES, autocast, return_freed_memory
 from pvg.models.logprobs import check_logits
 from pvg.models.shared_prompts import check_packing
 from pvg.telemetry.events import Events
@@ -81,7 +80,7 @@ FIRST_S = 3.0  # for the driver to end before this process, so that torchrun rep
 RETRY_S = 1.0
 # glibc keeps freed blocks of up to 32 MB for later ones. FSDP2 gathers and frees whole layers, so a rank would keep
 # more memory for them than for its part of the model. Larger blocks than this go back to the system at once.
-M_MMAP_THRESHOLD, KEPT_BYTES = -3, 1 << 20
+LAYER_BYTES = 1 << 20
 
 
 class RankGroup:
@@ -127,9 +126,9 @@ class RankGroup:
         launchers send them to all processes, and the driver decides when to stop."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        _return_freed_memory()
         try:
             while (frame := self._sent()).kind != "end":
+                return_freed_memory(KEPT_BYTES + 1, LAYER_BYTES)
                 self._do(frame, {})
         except RankLostError:
             return EXIT_LOST  # the launcher, or the driver, says why
@@ -522,9 +521,3 @@ def _interface_to(host: str) -> str:
         if any(entry.address.partition("%")[0] == address for entry in found):
             return str(name)
     raise MissingRequirementError(f"No network interface has the address {address}.", "Set GLOO_SOCKET_IFNAME to one.")
-
-
-def _return_freed_memory() -> None:
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # other C libraries than glibc have none
-        libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
