@@ -513,7 +513,7 @@ def test_what_is_wrong_with_a_file_of_settings_names_it(tmp_path: Path) -> None:
 def test_an_experiment_replaces_settings_of_its_base(tmp_path: Path) -> None:
     first, second = tmp_path / "first.toml", tmp_path / "second.toml"
     first.write_text('name = "first"\nbase = "modchain"\n[game]\nrounds = 2\nreward = "goodhart"\n')
-    second.write_text(f'name = "second"\nbase = "{first}"\n[training]\nsteps = 3\n')
+    second.write_text('name = "second"\nbase = "first.toml"\n[training]\nsteps = 3\n')  # beside it
     found, above = load_experiment(second, ["training.groups=7"]), load_experiment(find_experiment("modchain"))
     assert (found.name, found.game.rounds, found.game.reward.kind) == ("second", 2, "goodhart")
     assert (found.training.steps, found.training.groups) == (3, 7)

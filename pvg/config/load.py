@@ -121,7 +121,9 @@ def read_settings(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
         return data
     if not isinstance(base, str):
         raise ConfigurationError(f"{path}: base = {base!r} is not an experiment.", 'For example: base = "modchain"')
-    above, chain = find_experiment(base), (*heirs, path.resolve())
+    beside = path.parent / base
+    above = beside if base.endswith(".toml") and beside.is_file() else find_experiment(base)
+    chain = (*heirs, path.resolve())
     if above.resolve() in chain:
         raise ConfigurationError(
             f"{path}: base = {base!r} leads back to {above}.", "Name another experiment, or its file."
