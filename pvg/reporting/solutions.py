@@ -178,7 +178,7 @@ def scored_rollouts(run: RunDirectory) -> Iterator[list[Rollout]]:
         for info in _newest_first([info for info in infos if info.round == round_]):
             rollouts = shards.read(info)
             if any(rollout.score is not None for rollout in rollouts):
-                newest = max((rollout.source for rollout in rollouts), key=_age)
+                newest = max((rollout.source for rollout in rollouts if rollout.score is not None), key=_age)
                 yield [rollout for rollout in rollouts if rollout.source == newest]
                 break
 
