@@ -439,7 +439,7 @@ def accumulate(
     """Add the gradients of the micro-batches to the module's. Returns the loss of each (a scalar), and their
     metrics."""
     device = next(module.parameters()).device
-    size = sum(weight.nbytes for weight in module.parameters())
+    size = sum(weight.nbytes for weight in module.parameters()) if device.type == "cpu" else 0
     losses, metrics, whole = list[Tensor](), Metrics(), cast(object, objective)
     if isinstance(whole, SurveysBatch):
         with torch.no_grad(), autocast(precision, device):
