@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -80,6 +81,7 @@ from pvg.game.roles import prompt_builder
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import Phase
 from pvg.game.warm_start import warmed
+from pvg.inputs import file_digest
 from pvg.models.sources import located
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
 from pvg.seeds import seed_for
@@ -346,7 +348,7 @@ class RoundParts:
             context.observer.phase_finished(info, {})
             return found.plain()
 
-        inputs = [digest_of(context, wanted), reader, each]
+        inputs = [digest_of(context, wanted), reader, _files(reader), each]
         return await context.unit(f"legibility-{wanted.name}", digest("legibility", MEASURED, inputs), work)
 
     async def tax(self, baseline: CorrectnessBaseline) -> Any:
@@ -515,6 +517,12 @@ async def open_evaluation(
     with user_paths(), span("sync"):
         await players.ready()
     return context
+
+
+def _files(reader: str) -> list[str]:
+    """Digests of a folder's files, which may change. What a server or the hub gives by a name counts as the same."""
+    folder = Path(reader)
+    return [file_digest(file, weights=True) for file in sorted(folder.glob("*.*"))] if folder.is_dir() else []
 
 
 # --- computing ---------------------------------------------------------------------------------------------------
