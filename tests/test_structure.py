@@ -51,9 +51,10 @@ LAYERS = (
 SERVER_SIDE, BEHIND_WALLS = "pvg.servers.server_side", "pvg.sandbox.inside"
 MOST_LINES = 700
 # All modules of pvg, the command line and benchmarks; and the modules of pvg. Measures of traces (pvg.traces), attacks
-# on graders (pvg.attack), bridges and the hack alarm took 4,600 lines, for which 2,400 others went. SR and CIR as rewards,
-# legibility in pvg evaluate, pvg check and files that are never replaced took 1,400, for which 750 went. Still to pay.
-MOST_LINES_OF_ALL, MOST_MODULES = 77_162, 238
+# on graders (pvg.attack), bridges and the hack alarm took 4,600 lines, for which 2,400 others went. SR and CIR as
+# rewards, legibility in pvg evaluate, pvg check and files that are never replaced took 1,400, for which 750 went.
+# Still to pay.
+MOST_LINES_OF_ALL, MOST_MODULES = 77_172, 238
 
 
 @cache
