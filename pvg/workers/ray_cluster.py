@@ -15,8 +15,10 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -46,12 +48,16 @@ INSTALL = "Install pvg on all nodes, with the same version and the extra cluster
 RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}
 
 T = TypeVar("T")
+ActorT = TypeVar("ActorT", bound="RayActor")
+
+
+class ClusterFullError(MissingRequirementError):
+    """No node has had room for long, but one may have later."""
 
 
 class RayClient:
-    """A connection that opens in the background. One thread makes all calls of Ray that block, and lives as long as
-    Ray's processes, which end with it. Takes the arguments of `open_cluster`. `end` it. `events` gets notices, and what
-    Ray would print."""
+    """A connection that opens in the background, with the arguments of `open_cluster`. `end` it. One thread makes all
+    calls of Ray that block, and lives as long as Ray's processes, which end with it. `events` gets notices."""
 
     def __init__(self, workers: int, address: str | None, events: Events | None = None) -> None:
         self.events = events or SilentEvents()
@@ -63,14 +69,20 @@ class RayClient:
         )
         self._ended = False
 
+    @property
+    def ray(self) -> Any:
+        """The module ray, after `connection`."""
+        return self._connected.result()
+
     async def connection(self) -> Any:
-        """The module ray. Raises the errors of `open_cluster`, and WorkerLostError if the cluster is not open in
-        ROOM_S."""
+        """The module ray. Raises WorkerLostError if the cluster is not open in ROOM_S."""
         return await self._within(ROOM_S, self._connected, f"the Ray cluster at {self._where} to start")
 
     async def call(self, work: Callable[..., T], *arguments: object) -> T:
         """A call of Ray that blocks. Raises WorkerLostError if it has no answer in CALL_S, or Ray gives up earlier."""
-        called = self._submit(work, *arguments)
+        return await self._answered(self._submit(work, *arguments))
+
+    async def _answered(self, called: Future[T]) -> T:
         return await self._within(CALL_S, called, f"an answer of the Ray cluster at {self._where}")
 
     async def _within(self, limit_s: float, answer: Future[T], what: str) -> T:
@@ -80,28 +92,52 @@ class RayClient:
         except TimeoutError:  # also of Ray itself
             raise head_lost(self._where) from None
 
-    async def start_actor(self, kind: type, argument: object, **needs: int) -> tuple[Any, Any]:
-        """An actor `kind(argument)`, which starts when a node has what it `needs` (num_cpus, num_gpus), and Ray's
-        stream of what its `serve` yields. Actors spread over the nodes."""
+    @asynccontextmanager
+    async def room(self, what: str, needs: Mapping[str, int], remedy: str) -> AsyncIterator[None]:
+        """Limits the block, which starts `what` on a node with what it `needs`, to ROOM_S. Raises ClusterFullError."""
+        ray = await self.connection()
+        try:
+            async with patience(self.events, f"room for {what} on the Ray cluster", ROOM_S):
+                yield
+        except TimeoutError:
+            free, all_ = await self.call(ray.available_resources), await self.call(ray.cluster_resources)
+            kinds = {RESOURCES[name]: number for name, number in needs.items() if number}
+            found = ", ".join(f"{free.get(kind, 0):g} of {all_.get(kind, 0):g} {kind}s are free" for kind in kinds)
+            parts = " and ".join(counted(number, kind) for kind, number in kinds.items())
+            raise ClusterFullError(
+                f"The Ray cluster had no node for {what} with {parts} in {ROOM_S:g} s ({found}).",
+                f"{remedy}, or add a node: ray start --address HOST:PORT",
+            ) from None
+
+    async def started(self, kind: type, argument: object, needs: Mapping[str, int], member: type[ActorT]) -> ActorT:
+        """An actor `kind(argument)`, once it runs on a node with what it `needs` (num_cpus, num_gpus); it may have
+        ended since. Actors spread over the nodes. Raises MissingRequirementError for a node where pvg cannot work."""
         ray = await self.connection()
 
         def start() -> tuple[Any, Any]:
-            actor = ray.remote(kind).options(scheduling_strategy="SPREAD", **needs).remote(argument)
-            return actor, actor.serve.options(num_returns="streaming").remote()
+            handle = ray.remote(kind).options(scheduling_strategy="SPREAD", **needs).remote(argument)
+            return handle, handle.serve.options(num_returns="streaming").remote()
 
-        return await self.call(start)
+        def drop(late: Future[tuple[Any, Any]]) -> None:
+            if late.exception() is None:
+                self.dismiss(late.result()[0])
 
-    async def no_room(self, what: str, needs: Mapping[str, int], remedy: str) -> MissingRequirementError:
-        """That no node had room for `what` in ROOM_S, with what is free."""
-        ray = await self.connection()
-        free, all_ = await self.call(ray.available_resources), await self.call(ray.cluster_resources)
-        kinds = {RESOURCES[name]: number for name, number in needs.items() if number}
-        found = ", ".join(f"{free.get(kind, 0):g} of {all_.get(kind, 0):g} {kind}s are free" for kind in kinds)
-        parts = " and ".join(counted(number, kind) for kind, number in kinds.items())
-        return MissingRequirementError(
-            f"The Ray cluster had no node for {what} with {parts} in {ROOM_S:g} s ({found}).",
-            f"{remedy}, or add a node: ray start --address HOST:PORT",
-        )
+        starting = self._submit(start)
+        try:
+            actor = member(self, *await self._answered(starting))
+        except BaseException:  # the caller waits no longer, but the call may begin yet
+            starting.add_done_callback(drop)
+            raise
+        try:
+            if (found := await actor.next()) is not None:
+                refuse_other_versions(found)
+                actor.found = found
+            elif (error := unfit_node(actor.error)) is not None:
+                raise error
+        except BaseException:
+            actor.end()
+            raise
+        return actor
 
     async def watch(self) -> None:
         """Raises WorkerLostError when the cluster's head has ended or hangs: 60 s after its end, Ray would end this
@@ -110,8 +146,7 @@ class RayClient:
             await asyncio.sleep(PROBE_S)
             if not self._connected.done():  # the others wait for it
                 continue
-            ray = self._connected.result()
-            answer, missed = asyncio.wrap_future(in_daemon(ray.nodes, "pvg-ray-probe")), 0
+            answer, missed = asyncio.wrap_future(in_daemon(self.ray.nodes, "pvg-ray-probe")), 0
             while not (await asyncio.wait([answer], timeout=PROBE_S))[0]:
                 missed += 1
                 if missed == HEAD_MISSED:
@@ -120,10 +155,9 @@ class RayClient:
                 raise head_lost(self._where)
 
     def own_gpu(self) -> int:
-        """Reserve a GPU of this machine for this process, until it leaves the cluster. Returns its number among the
-        GPUs that this process sees. Blocks no longer than `call`. Raises its error, and MissingRequirementError if
-        Ray has no GPU."""
-        call = self.call(lambda: _reserved_gpu(self._connected.result()))
+        """Reserve a GPU of this machine for this process, until it leaves the cluster. Returns its number among those
+        that this process sees. Blocks no longer than `call`."""
+        call = self.call(lambda: _reserved_gpu(self.ray))
         reserved = finished(in_daemon(lambda: asyncio.run(call), "pvg-gpu"))
         visible = os.environ.get(VISIBLE)
         if visible is None:
@@ -136,13 +170,12 @@ class RayClient:
         return visible.split(",").index(reserved)
 
     def dismiss(self, actor: Any) -> None:
-        """Kill an actor, without waiting for it."""
         if not self._ended:
-            self._submit(lambda: self._connected.result().kill(actor))
+            self._submit(lambda: self.ray.kill(actor))
 
     def end(self) -> None:
-        """Leave the cluster; Ray ends this process's actors, and the cluster if pvg has started it. Goes on without an
-        answer after LEAVE_S. A second call does nothing."""
+        """Leave the cluster, which ends this process's actors, and the cluster if pvg has started it. Goes on after
+        LEAVE_S. A second call does nothing."""
         if self._ended:
             return
         self._ended = True
@@ -165,6 +198,32 @@ class RayClient:
         return future
 
 
+@dataclass(eq=False)
+class RayActor:
+    """An actor of Ray, and Ray's stream of what its `serve` yields: first `hello`, which `found` holds."""
+
+    client: RayClient
+    handle: Any
+    stream: Any
+    found: Mapping[str, Any] = field(default_factory=dict)
+    error: BaseException | None = None  # Ray's, why it has ended
+    ended: bool = False
+
+    async def next(self) -> Any:
+        """What `serve` yields next; None once the actor has ended."""
+        try:
+            return await (await anext(self.stream))
+        except (StopAsyncIteration, self.client.ray.exceptions.RayError) as error:
+            self.error = None if isinstance(error, StopAsyncIteration) else error
+            return None
+
+    def end(self) -> None:
+        """Kill it, without waiting for it. A second call does nothing."""
+        if not self.ended:
+            self.ended = True
+            self.client.dismiss(self.handle)
+
+
 def kill_own_head() -> None:
     """Kill the processes of a cluster that this process has started."""
     node = importlib.import_module("ray._private.worker")._global_node
@@ -184,15 +243,8 @@ def _reserved_gpu(ray: Any) -> str:
             "Let Ray count this machine's GPUs (ray start --num-gpus=N) and leave one, or set models.device to cpu",
         )
     options = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
-    (reserved,) = ray.get(ray.remote(_gpus).options(**options).remote(), timeout=CALL_S)
-    return str(reserved)
-
-
-def _gpus() -> list[str]:
-    """Ray's names of the GPUs of the task or actor that calls this."""
-    import ray
-
-    return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+    seen = ray.remote(lambda: ray.get_runtime_context().get_accelerator_ids()["GPU"])
+    return str(*ray.get(seen.options(**options).remote(), timeout=CALL_S))
 
 
 def head_lost(address: str) -> WorkerLostError:
@@ -203,20 +255,15 @@ def head_lost(address: str) -> WorkerLostError:
 
 
 def open_cluster(workers: int, address: str | None, log: Callable[[str], None]) -> Any:
-    """Connect to the cluster at `address` (HOST:PORT), or start one on this machine with room for `workers`. Takes
-    seconds. The calling thread must live as long as the cluster: Ray's processes end with it. `log` gets the lines
-    that Ray would print to stdout, in any thread. Returns the module ray.
-
-    Raises MissingRequirementError if that fails, and UsageError for what is not an address.
-    """
+    """Connect to the cluster at `address` (HOST:PORT), or start one on this machine with room for `workers`. The
+    calling thread must live as long as the cluster. `log` gets what Ray would print to stdout, in any thread. Returns
+    the module ray. Raises MissingRequirementError if that fails, and UsageError for what is not an address."""
     if address is not None:
         _prepare_to_join(address)
-        remedy = (
-            "Copy ~/.ray/auth_token from its head to this machine, and make the machine a node: "
-            f"RAY_AUTH_MODE=token ray start --address {address}"
-        )
+        remedy = "Copy ~/.ray/auth_token from its head to this machine, and make the machine a node:"
+        remedy += f" RAY_AUTH_MODE=token ray start --address {address}"
         return _connected(log, f"This machine cannot join the Ray cluster at {address}", remedy, address)
-    before = os.environ.get(TOKEN)
+    before = {TOKEN: os.environ[TOKEN]} if TOKEN in os.environ else {}
     # The token exists only in the environment of Ray's processes, so it is gone when they have ended.
     os.environ.update({**LOOPBACK_ONLY, MODE: "token", TOKEN: secrets.token_hex(32)})
     try:
@@ -232,9 +279,8 @@ def open_cluster(workers: int, address: str | None, log: Callable[[str], None]) 
             _system_config={"worker_niceness": 0, "prestart_worker_first_driver": False},
         )
     finally:
-        os.environ.pop(TOKEN)
-        if before is not None:
-            os.environ[TOKEN] = before
+        del os.environ[TOKEN]
+        os.environ.update(before)
     if (host := ray.util.get_node_ip_address()) not in LOOPBACK:
         ray.shutdown()
         raise MissingRequirementError(
@@ -348,20 +394,15 @@ def cause_of(error: BaseException | None) -> str:
 
 
 def unfit_node(error: BaseException | None) -> MissingRequirementError | None:
-    """The error for a node on which pvg cannot work, from Ray's error of an actor's call; None for an actor that has
-    died, which another one may replace."""
-    text = str(error)
-    if "ModuleNotFoundError" in text or "ImportError" in text:
-        what = f"A node of the Ray cluster cannot import pvg: {cause_of(error)}."
-        return MissingRequirementError(what, INSTALL)
-    if hasattr(error, "as_instanceof_cause"):  # RayTaskError: the actor raised it
-        return MissingRequirementError(f"A node of the Ray cluster cannot work: {cause_of(error)}.", INSTALL)
+    """The error for a node on which pvg cannot work; None for an actor that has died, which another may replace."""
+    text = str(error)  # RayTaskError: the actor raised it
+    if hasattr(error, "as_instanceof_cause") or "ModuleNotFoundError" in text or "ImportError" in text:
+        return MissingRequirementError(f"A node of the Ray cluster cannot run pvg: {cause_of(error)}.", INSTALL)
     return None
 
 
 def refuse_other_versions(found: Mapping[str, Any]) -> None:
-    """Raises MissingRequirementError for a node whose results would differ, or on which anyone can run code. `found`:
-    the `hello` of its actor."""
+    """Raises MissingRequirementError for a node whose results would differ, or on which anyone can run code."""
     for package, own in (("pvg", pvg.__version__), ("torch", metadata.version("torch"))):
         if found[package] != own:
             raise MissingRequirementError(

@@ -1,14 +1,9 @@
 """Runs the prover's vLLM servers on the nodes of a Ray cluster.
 
-    servers = RayServers(experiment, events)    # connects to the cluster, and returns at once
-    await servers.start(engine.served)          # the first server is ready; each joins the fleet when it is
-
 For each server, Ray starts an actor (`ServerAgent`) on a node with `cluster.gpus_per_worker` free GPUs. The server is
-its child. Rollouts and weights go between the driver and the servers over HTTP, as to servers that you start. The fleet
-retries requests, and brings a new server to the newest weights before its first request.
-
-A server that ends is replaced, and so are its actor and its node. It loads the model on the node, from the folder or
-the hub that the experiment names. Ray passes the order and the news between its own processes.
+its child. Rollouts and weights go over HTTP, as to servers that you start. The fleet retries requests, and brings a new
+server to the newest weights before its first request. A server that ends is replaced, and so are its actor and its
+node. It loads the model on the node, from the folder or the hub that the experiment names.
 
 Invariant: a server ends with its actor (pvg.servers.supervisor), and Ray ends the actor with the driver.
 """
@@ -34,7 +29,7 @@ from pvg.servers.process import LogTail, ServerFailedError, VllmServer, free_por
 from pvg.servers.served_model import ServedModel
 from pvg.store.atomic import make_directory
 from pvg.telemetry.events import Events, SilentEvents
-from pvg.workers.ray_cluster import PROBE_S, ROOM_S, RayClient, cause_of, hello, refuse_other_versions, unfit_node
+from pvg.workers.ray_cluster import PROBE_S, ClusterFullError, RayActor, RayClient, cause_of, hello, unfit_node
 
 AWAY_S = 60.0  # after which a server that does not answer is replaced; a short break of the network ends sooner
 MOST_FAILURES = 3  # starts in a row that fail
@@ -49,13 +44,10 @@ THREADS = "OMP_NUM_THREADS"
 
 @dataclass(eq=False)
 class _Place:
-    """One server. `news`: Ray's, of `ServerAgent.serve`. `node`: its name, once the actor runs. `server`: once it is
-    ready."""
+    """One server. `actor`: once it runs. `server`: once it is ready."""
 
     number: int
-    actor: Any
-    news: Any
-    node: str | None = None
+    actor: RayActor | None = None
     server: Server | None = None
     starting: bool = False
     away_since: float | None = None
@@ -63,7 +55,7 @@ class _Place:
     @property
     def names(self) -> dict[str, Any]:
         url = {} if self.server is None else {"server": self.server.url}
-        return {"number": self.number, "node": self.node or "?", **url}
+        return {"number": self.number, "node": self.actor.found["node"] if self.actor else "?", **url}
 
 
 class RayServers:
@@ -74,7 +66,7 @@ class RayServers:
         assert cluster is not None
         self._experiment = experiment
         self._events = events or SilentEvents()
-        self._count = cluster.workers or 1
+        self._count = self._kept = cluster.workers or 1
         self._needs = {"num_cpus": 1, "num_gpus": cluster.gpus_per_worker}
         self._root = experiment.weights.root.absolute()
         self._mark = f"cluster-{secrets.token_hex(8)}.mark"
@@ -83,14 +75,11 @@ class RayServers:
         self._supervising: asyncio.Task[None] | None = None
 
     async def start(self, served: ServedModel) -> None:
-        """Start the servers, and wait until one of them is ready. The others join `served` later.
-
-        Raises MissingRequirementError if the cluster has no room or a node cannot serve, ServerUnavailableError if a
-        server does not start.
-        """
+        """Start the servers, and wait until one of them is ready. The others join `served` later. Raises why that is
+        impossible."""
         self._served = served
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._ray = await self.client.connection()
+        await self.client.connection()
         self._order = await asyncio.to_thread(self._prepare)
         what = "starts a vLLM server" if self._count == 1 else f"starts {self._count} vLLM servers"
         self._events.event("workers", event="servers", why=f"pvg {what} on the Ray cluster, which may take minutes")
@@ -98,12 +87,11 @@ class RayServers:
         await self._first
 
     async def close(self) -> None:
-        """End all servers, and leave the cluster. A second call does nothing."""
         if self._supervising is not None:
             self._supervising.cancel()
             await asyncio.gather(self._supervising, return_exceptions=True)
-        if places := [place for place in self._places if place.starting or place.server is not None]:
-            stopping = [asyncio.ensure_future(place.actor.stop.remote()) for place in places]
+        if actors := [place.actor for place in self._places if place.actor is not None]:
+            stopping = [asyncio.ensure_future(actor.handle.stop.remote()) for actor in actors]
             _, late = await asyncio.wait(stopping, timeout=STOP_S)
             for one in late:
                 one.cancel()
@@ -113,20 +101,16 @@ class RayServers:
         await asyncio.get_running_loop().run_in_executor(None, self.end)
 
     def end(self) -> None:
-        """Leave the cluster: Ray ends the actors, and so the servers."""
         self.client.end()
 
-    # --- the cluster --------------------------------------------------------------------------------------------------
-
     def _prepare(self) -> ServerOrder:
-        """What all servers are started with. The mark shows the nodes whether they have the same folder."""
         make_directory(self._root)
         (self._root / self._mark).touch()
         plain = self._experiment.plain()
         return ServerOrder(
             experiment={**plain, "weights": {**plain["weights"], "root": str(self._root)}},
             folder=os.getcwd(),
-            driver=str(self._ray.util.get_node_ip_address()),
+            driver=str(self.client.ray.util.get_node_ip_address()),
             key=control_key(self._root),
             mark=self._mark,
             gpus=self._needs["num_gpus"],
@@ -136,35 +120,22 @@ class RayServers:
     # --- servers ------------------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        """Keep all servers running. End the run after a defect, if the cluster's head is lost, or when pvg keeps no
-        server running any more."""
-        keeping = {asyncio.create_task(self._keep(number)) for number in range(self._count)}
-        watching = asyncio.create_task(self.client.watch())
+        """Keep all servers running. End the run after a defect, if the head is lost, or without any server."""
         try:
-            while True:
-                ended, _ = await asyncio.wait({watching, *keeping}, return_when=asyncio.FIRST_COMPLETED)
-                keeping -= ended
-                for task in ended:
-                    error = task.exception()
-                    assert error is not None, "it goes on until it raises"
-                    if task is watching or not isinstance(error, PvgError) or not keeping or not self._first.done():
-                        if self._first.done():
-                            self._served.fleet.fail(error)
-                        else:
-                            self._first.set_exception(error)
-                        return
-                    why = f"{error.message} pvg continues with {counted(len(keeping), 'server')}"
-                    self._events.event("workers", event="server given up", why=why)
-        finally:
-            for task in (watching, *keeping):
-                task.cancel()
-            await asyncio.gather(watching, *keeping, return_exceptions=True)
+            async with asyncio.TaskGroup() as group:
+                for work in (self.client.watch(), *map(self._keep, range(self._count))):
+                    group.create_task(work)
+        except* Exception as errors:  # noqa: BLE001 - the run ends with it
+            if self._first.done():
+                self._served.fleet.fail(errors.exceptions[0])
+            else:
+                self._first.set_exception(errors.exceptions[0])
 
     async def _keep(self, number: int) -> None:
-        """Keep one server running. Raises why that is impossible."""
+        """Keep one server running. Raises why that is impossible, if no other one is kept or is up so far."""
         failed = 0
         while True:
-            place = _Place(number, *await self.client.start_actor(ServerAgent, self._order, **self._needs))
+            place = _Place(number)
             self._places.add(place)
             error = await self._follow(place)
             self._places.discard(place)
@@ -179,78 +150,76 @@ class RayServers:
             hopeless = bool(failed and lines) and not self._first.done()  # the others would fail as well
             if not again or hopeless or failed == MOST_FAILURES:
                 kind = ServerUnavailableError if again else MissingRequirementError
-                where = "the cluster" if place.node is None else f"node {place.node}"
-                raise kind(f"No vLLM server runs on {where}: {why}.", error.remedy)
+                where = "the cluster" if place.actor is None else f"node {place.names['node']}"
+                self._kept -= 1
+                if not self._kept or not self._first.done():
+                    raise kind(f"No vLLM server runs on {where}: {why}.", error.remedy)
+                why = f"No vLLM server runs on {where}: {why}. pvg continues with {counted(self._kept, 'server')}"
+                self._events.event("workers", event="server given up", why=why)
+                return
             await asyncio.sleep(PAUSE_S * failed)
 
     async def _follow(self, place: _Place) -> PvgError:
-        """Take the news of a server until it ends, or does not answer. Returns why: a ServerUnavailableError if another
-        attempt may help."""
-        coming = asyncio.create_task(_next(place.news))
-        until = asyncio.get_running_loop().time() + ROOM_S
+        """Start a server, and take its news until it ends, or does not answer. Returns why: a ServerUnavailableError if
+        another attempt may help."""
+        coming: asyncio.Future[Any] | None = None
         try:
+            async with self.client.room("a vLLM server", self._needs, "Use fewer servers (-s cluster.workers=N)"):
+                actor = await self.client.started(ServerAgent, self._order, self._needs, RayActor)
+            if not actor.found:
+                return ServerUnavailableError(cause_of(actor.error))
+            place.actor = actor
+            self._set_starting(place, True)
+            self._events.event("workers", event="server starting", **place.names, agent=actor.found["pid"])
+            coming = asyncio.create_task(actor.next())
             while True:
                 await asyncio.wait([coming], timeout=PROBE_S)
                 if coming.done():
-                    await self._take(place, coming.result())
-                    coming = asyncio.create_task(_next(place.news))
+                    if (news := coming.result()) is None:
+                        cause = getattr(actor.error, "cause", None)  # the actor raised it
+                        if isinstance(cause, PvgError):
+                            return cause
+                        return unfit_node(actor.error) or ServerUnavailableError(cause_of(actor.error))
+                    self._take(place, news)
+                    coming = asyncio.create_task(actor.next())
                 if place.server is not None and place.server.state == "up":
                     self._set_starting(place, False)
-                if place.node is None and asyncio.get_running_loop().time() > until:
-                    remedy = "Use fewer servers (-s cluster.workers=N)"
-                    error = await self.client.no_room("a vLLM server", self._needs, remedy)
-                    return ServerUnavailableError(error.message, error.remedy) if self._first.done() else error
                 if self._is_lost(place):
                     return ServerUnavailableError(f"The server has not answered for {AWAY_S:g} s")
+        except ClusterFullError as error:
+            return ServerUnavailableError(error.message, error.remedy) if self._first.done() else error
         except PvgError as error:
             return error
-        except self._ray.exceptions.RayError as error:
-            if isinstance(cause := getattr(error, "cause", None), PvgError):  # the actor raised it
-                return cause
-            return unfit_node(error) or ServerUnavailableError(cause_of(error))
         finally:
-            coming.cancel()
+            if coming is not None:
+                coming.cancel()
 
-    async def _take(self, place: _Place, news: dict[str, Any]) -> None:
-        match news.pop("news"):
-            case "hello":
-                place.node = str(news["node"])
-                refuse_other_versions(news)
-                self._set_starting(place, True)
-                self._events.event("workers", event="server starting", **place.names, agent=news["pid"])
-            case "ready":
-                place.server = self._served.add(news.pop("url"))
-                self._events.event("workers", event="server started", **place.names, **news)
-                if not self._first.done():
-                    self._first.set_result(None)
-            case "errors":
-                for line in news["lines"]:
-                    self._events.event("workers", event="server printed", **place.names, text=line)
+    def _take(self, place: _Place, news: dict[str, Any]) -> None:
+        if news.pop("news") == "ready":
+            place.server = self._served.add(news.pop("url"))
+            self._events.event("workers", event="server started", **place.names, **news)
+            if not self._first.done():
+                self._first.set_result(None)
+        else:
+            for line in news["lines"]:
+                self._events.event("workers", event="server printed", **place.names, text=line)
 
     def _set_starting(self, place: _Place, starting: bool) -> None:
-        """Requests wait longer for a server while one is starting."""
-        self._served.fleet.starting += starting - place.starting
+        self._served.fleet.starting += starting - place.starting  # then requests wait longer for a server
         place.starting = starting
 
     def _is_lost(self, place: _Place) -> bool:
         """Whether the fleet has not reached a server for AWAY_S: its node or its engine hangs."""
-        if place.server is None or place.server.state != "away":
-            place.away_since = None
-            return False
-        now = asyncio.get_running_loop().time()
-        place.away_since = now if place.away_since is None else place.away_since
-        return now - place.away_since > AWAY_S
+        now, away = asyncio.get_running_loop().time(), place.server is not None and place.server.state == "away"
+        place.away_since = (place.away_since or now) if away else None
+        return place.away_since is not None and now - place.away_since > AWAY_S
 
     async def _drop(self, place: _Place) -> None:
         self._set_starting(place, False)
         if place.server is not None:
             await self._served.remove(place.server.url, drain_s=0.0)
-        self.client.dismiss(place.actor)
-
-
-async def _next(news: Any) -> dict[str, Any]:
-    found: dict[str, Any] = await (await anext(news))
-    return found
+        if place.actor is not None:
+            place.actor.end()
 
 
 # --- on a node --------------------------------------------------------------------------------------------------------
@@ -258,9 +227,9 @@ async def _next(news: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ServerOrder:
-    """What a server is started with. `experiment`: plain data, with an absolute `weights.root`. `folder`: the driver's
-    working folder, which the node may have too. `driver`: its address in the cluster. `mark`: a file that the driver
-    has made in `weights.root`. `threads`: the driver's OMP_NUM_THREADS; Ray sets it to 1 in its processes."""
+    """What a server is started with. `experiment`: plain data, with an absolute `weights.root`. `folder`, `driver`: the
+    driver's working folder, which the node may have too, and its address. `mark`: a file that the driver has made in
+    `weights.root`. `threads`: the driver's OMP_NUM_THREADS; Ray sets it to 1 in its processes."""
 
     experiment: Mapping[str, Any]
     folder: str
@@ -280,33 +249,32 @@ class ServerAgent:
         self._serving: asyncio.Task[None] | None = None
 
     async def serve(self) -> AsyncIterator[dict[str, Any]]:
-        """Run a server until it ends, which raises why, or until `stop`. Meanwhile says what happens: {"news": "hello"
-        | "ready" | "errors", ...}."""
-        self._serving = asyncio.create_task(self._serve(self._order))
+        """Run a server until it ends, which raises why, or until `stop`. Says `hello`, and then what happens: {"news":
+        "ready" | "errors", ...}."""
+        found = hello()
+        self._serving = asyncio.create_task(self._serve(self._order, found["address"]))
         self._serving.add_done_callback(lambda _: self._news.put_nowait({}))
+        yield found
         while news := await self._news.get():
             yield news
         if not self._serving.cancelled():
             self._serving.result()
 
     async def stop(self) -> None:
-        """End the server and all of its processes."""
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.wait([self._serving])
 
-    async def _serve(self, order: ServerOrder) -> None:
+    async def _serve(self, order: ServerOrder, address: str) -> None:
         with contextlib.suppress(OSError):
             os.chdir(order.folder)
-        found = hello()
-        self._tell("hello", **found)
         experiment = build_experiment(dict(order.experiment))
         check_folder(experiment.weights, order.mark)
         os.environ[KEY_VARIABLE] = order.key
         interpreter = await asyncio.to_thread(find_interpreter)
         check_device(interpreter, order.gpus)
         folder = await asyncio.to_thread(model_folder, experiment, "prover")
-        host = address_for(found["address"], order.driver)
+        host = address_for(address, order.driver)
         port = free_port(host)
         log = experiment.weights.root / "logs" / f"prover-{host}-{port}.log"
         spec = server_spec(experiment, "prover", interpreter, folder, log=log, port=port, host=host)
@@ -331,8 +299,6 @@ class ServerAgent:
 
 
 def check_folder(weights: Weights, mark: str) -> None:
-    """Raises MissingRequirementError if this node does not have the driver's `weights.root`, but the transport needs
-    it."""
     if weights.transport.kind in NEEDS_FOLDER and not (weights.root / mark).exists():
         raise MissingRequirementError(
             f"The folder {weights.root} is not the driver's, but weights.transport = {weights.transport.kind!r} sends "
@@ -342,7 +308,6 @@ def check_folder(weights: Weights, mark: str) -> None:
 
 
 def check_device(interpreter: Interpreter, gpus: int) -> None:
-    """Raises ConfigurationError if the node's vLLM does not compute on what Ray has reserved for it."""
     if (interpreter.device == "gpu") != (gpus > 0):
         needed = "0" if interpreter.device == "cpu" else "1 or more"
         raise ConfigurationError(

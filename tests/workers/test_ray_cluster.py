@@ -16,8 +16,8 @@ from worker_stand_ins import RecordedEvents
 
 import pvg
 from pvg.errors import MissingRequirementError, PvgError, UsageError, WorkerLostError
-from pvg.workers import ray_cluster, ray_servers, ray_supply
-from pvg.workers.ray_cluster import RayClient, open_cluster, refuse_other_versions
+from pvg.workers import ray_cluster, ray_servers
+from pvg.workers.ray_cluster import RayActor, RayClient, open_cluster, refuse_other_versions
 from pvg.workers.ray_servers import ServerAgent, ServerOrder
 from pvg.workers.ray_supply import RaySupply
 
@@ -131,40 +131,82 @@ def test_a_cluster_whose_start_hangs_is_named_and_not_waited_for_without_end(mon
 
 def test_the_agent_of_a_server_ends_quietly_when_it_is_stopped(monkeypatch, tmp_path, hanging):
     monkeypatch.setenv(ray_servers.KEY_VARIABLE, "")
-    monkeypatch.setattr(ray_servers, "hello", dict)
+    monkeypatch.setattr(ray_servers, "hello", lambda: {"address": "127.0.0.1"})
     monkeypatch.setattr(ray_servers, "find_interpreter", lambda: hanging.wait(0.05))
 
-    async def stopped() -> list[str]:
+    async def stopped() -> list[dict[str, str]]:
         agent, seen = ServerAgent(ServerOrder({}, str(Path.cwd()), "", "key", str(tmp_path), 0, None)), []
         async for news in agent.serve():
-            seen.append(news["news"])
+            seen.append(news)
             await agent.stop()
         return seen
 
-    assert asyncio.run(stopped()) == ["hello"]
+    assert asyncio.run(stopped()) == [{"address": "127.0.0.1"}]
 
 
 async def no_frames() -> AsyncIterator[None]:
-    """An actor that Ray does not start."""
+    """An actor that finds no room."""
     await asyncio.Event().wait()
     yield
 
 
-def test_a_cluster_without_room_is_named_and_not_waited_for_without_end(monkeypatch):
-    waiting = SimpleNamespace(serve=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=no_frames)))
-    kind = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda _: waiting))
-    killed: list[object] = []
-    ray = SimpleNamespace(
-        remote=lambda _: kind,
-        kill=killed.append,
-        nodes=list,
-        exceptions=SimpleNamespace(RayError=OSError),
-        available_resources=lambda: {"CPU": 1.0},
-        cluster_resources=lambda: {"CPU": 4.0, "GPU": 2.0},
-        shutdown=lambda: None,
-    )
+class FullCluster:
+    """In place of the module ray."""
+
+    def __init__(self) -> None:
+        self.started: list[object] = []
+        self.killed: list[object] = []
+        self.exceptions = SimpleNamespace(RayError=OSError)
+        self.kill = self.killed.append
+        self.nodes, self.shutdown = list, lambda: None
+
+    def remote(self, _: type) -> SimpleNamespace:
+        def start(_: object) -> SimpleNamespace:
+            serve = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=no_frames))
+            self.started.append(actor := SimpleNamespace(serve=serve))
+            return actor
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=start))
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": 1.0}
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 4.0, "GPU": 2.0}
+
+
+@pytest.fixture
+def full(monkeypatch) -> FullCluster:
+    ray = FullCluster()
     monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: ray)
-    monkeypatch.setattr(ray_supply, "ROOM_S", 0.1)
+    return ray
+
+
+def test_an_actor_that_starts_after_its_caller_has_left_is_killed(full):
+    """The thread that calls Ray is busy when the caller leaves, as with the weights of a large model."""
+
+    async def left() -> None:
+        client, busy = RayClient(2, None), threading.Event()
+        await client.connection()
+        other = asyncio.create_task(client.call(busy.wait))
+        starting = asyncio.create_task(client.started(object, None, {"num_cpus": 1}, RayActor))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        busy.set()
+        await other
+        for _ in range(2):  # then the thread has started the actor, and then it has killed it
+            await client.call(int)
+        await asyncio.to_thread(client.end)
+
+    asyncio.run(left())
+    assert full.killed == full.started
+    assert len(full.started) == 1
+
+
+def test_a_cluster_without_room_is_named_and_not_waited_for_without_end(monkeypatch, full):
+    monkeypatch.setattr(ray_cluster, "ROOM_S", 0.1)
     monkeypatch.setattr("pvg.telemetry.events.QUIET_S", 0.01)
     events = RecordedEvents()
 
@@ -179,4 +221,4 @@ def test_a_cluster_without_room_is_named_and_not_waited_for_without_end(monkeypa
 
     asyncio.run(refused())
     assert events.of("waits")[0]["why"] == "room for a worker on the Ray cluster, for at most 0.1 s"
-    assert killed == [waiting]
+    assert full.killed == full.started

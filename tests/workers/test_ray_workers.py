@@ -22,7 +22,7 @@ from pvg.errors import MissingRequirementError
 from pvg.models import open_model
 from pvg.servers.publishing import WeightUpdate
 from pvg.workers import pool as pool_module
-from pvg.workers import ray_supply
+from pvg.workers import ray_cluster, ray_supply
 from pvg.workers.local import LocalSupply
 from pvg.workers.pool import Supply, WorkerPool
 from pvg.workers.ray_cluster import open_cluster
@@ -124,7 +124,7 @@ async def on_gpus(monkeypatch, nodes: SimulatedNodes) -> None:
         assert sorted([own, *(member.names["gpus"] for member in members)]) == ["0", "1", "2"]
         assert [event["device"] for event in events.of("node joined")] == ["GPUs"]
         # The GPUs are used up. Also after a loss, a worker waits for one, and does not compute on a CPU.
-        monkeypatch.setattr(ray_supply, "ROOM_S", 2.0)
+        monkeypatch.setattr(ray_cluster, "ROOM_S", 2.0)
         monkeypatch.setattr(ray_supply, "GRACE_S", 0.1)
         says = r"no node for a worker with 1 CPU and 1 GPU in .* 0 of 3 GPUs are free"
         with pytest.raises(MissingRequirementError, match=says):
@@ -132,7 +132,7 @@ async def on_gpus(monkeypatch, nodes: SimulatedNodes) -> None:
     finally:
         await asyncio.to_thread(supply.end)
     # Ray has counted GPUs that torch does not find.
-    monkeypatch.setattr(ray_supply, "ROOM_S", 300.0)
+    monkeypatch.setattr(ray_cluster, "ROOM_S", 300.0)
     pool = WorkerPool(experiment(2), 2, RaySupply(2, nodes.address, gpus=1), device="cuda")
     with pytest.raises(MissingRequirementError, match="finds no GPU for a worker"):
         await pool.start()
