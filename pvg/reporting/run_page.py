@@ -66,7 +66,6 @@ from pvg.reporting.table import (
     page,
 )
 from pvg.reporting.terminal import QUIET, alerts_told, box_key, headline, parts_table, section
-from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import METRICS
 from pvg.telemetry.spans import UNACCOUNTED, total_seconds
@@ -97,7 +96,7 @@ class RunData:
 
 
 def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
-    """Read scores, solutions and the evaluation. A damaged file is noted under `problems`."""
+    """Read scores, solutions and the evaluation. A file that cannot be read is noted under `problems`."""
     data = RunData(summary, run.experiment())
     kind = data.experiment.task.kind
     try:
@@ -109,7 +108,7 @@ def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
             thresholds = {found.round: found.threshold for found in data.scores if found.threshold is not None}
             play = kind == "play"
             data.drawing = games_section(run, examples) if play else plans_section(run, kind, thresholds, examples)
-    except DamagedFileError as error:
+    except StateError as error:
         data.problems.append(str(error))
     try:
         data.evaluation = report_of(run)

@@ -23,7 +23,6 @@ from pvg.records import Role, Rollout, flaw_kind, source_of_round
 from pvg.reporting.formats import phase_label
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.table import PageKind, TemplateMacros, elements, page, showable
-from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
@@ -342,7 +341,7 @@ markup = TemplateMacros("rollouts.html.j2")
 @dataclass
 class StoredRollouts:
     """Solutions, the newest first. `rows`: each as JSON. `problems`: (id, question, reference), to which the rows refer
-    by number. `left_out`: older solutions that do not fit. `notes`: sentences about damaged shards."""
+    by number. `left_out`: older solutions that do not fit. `notes`: sentences about shards that cannot be read."""
 
     rows: list[bytes] = field(default_factory=list)
     problems: dict[tuple[str, str, str], int] = field(default_factory=dict)
@@ -365,7 +364,7 @@ def stored_rollouts(run: RunDirectory, summary: RunSummary, most: int = MOST_CHA
             continue
         try:
             rollouts = shards.read(info)
-        except DamagedFileError as error:
+        except StateError as error:
             stored.notes.append(str(error))
             continue
         for rollout in reversed(rollouts):

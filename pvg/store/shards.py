@@ -270,13 +270,11 @@ def _open(source: Any, path: Path) -> pa.RecordBatch:
     try:
         reader = pa.ipc.open_file(source)
         version = (reader.schema.metadata or {}).get(b"pvg.shard")
-        if version not in (None, SHARD_SCHEMA):
-            raise StateError(
-                f"{path} has shard schema {version.decode()}, but this pvg reads {SHARD_SCHEMA.decode()}.",
-                "Read it with the pvg that wrote it.",
-            )
-        if version is None or reader.schema != SCHEMA or reader.num_record_batches != 1:
+        if version is None or reader.num_record_batches != 1:
             raise damaged(path, "it is not a rollout shard")
+        if version != SHARD_SCHEMA or reader.schema != SCHEMA:
+            what = f"{path} is of another version of pvg, whose rollouts have other columns."
+            raise StateError(what, "Use the pvg that wrote the run (code_version in its manifest/).")
         return reader.get_batch(0)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise damaged(path, str(error).splitlines()[0]) from None
