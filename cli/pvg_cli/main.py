@@ -11,8 +11,10 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import tomllib
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,40 +34,8 @@ gc.set_threshold(2_000, 10, 200)
 atexit.register(gc.freeze)
 
 # Group in `pvg --help` -> command -> its place in this package (MODULE:NAME), and its line there.
-GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    "Play": {
-        "train": ("train:train", "Play a prover-verifier game, or resume one."),
-        "rollout": ("rollout:rollout", "Sample, grade and store solutions, without a verifier and without training."),
-        "check": ("check:check", "Check an experiment: settings, problems, prompts, grades, time and memory."),
-    },
-    "Look": {
-        "report": ("report:report", "Show runs on the terminal and as one HTML page."),
-        "watch": ("watch:watch", "Serve a live page of a run until Ctrl-C."),
-        "runs": ("run_folders:app", "List and remove runs."),
-        "diagnose": ("diagnose:diagnose", "Find what slows a run down."),
-    },
-    "Measure": {
-        "measure": ("measure:measure", "Measure how legible any traces are, and how well their judge judges."),
-        "evaluate": ("evaluate:evaluate", "Measure each finished round of a run with fresh samples and attackers."),
-        "attack": ("attack:attack", "Attack a grader, reward model or judge: what wrong solutions does it accept?"),
-        "study": ("study:study", "Play several experiments with several seeds, and compare the results."),
-        "bench": ("bench:bench", "Measure a profile: repeat the same work after a warm-up."),
-        "compare": ("compare:compare", "Compare two benchmark reports, or two runs."),
-        "profile": ("profile:profile", "Profile a stage with pvg's spans, the torch profiler and py-spy."),
-        "plan": ("plan:plan", "Predict the least step time and the memory of an experiment."),
-    },
-    "Share": {
-        "score": ("score:score", "Score solutions with the verifier of a run."),
-        "export": ("export:export", "Write a player of a run as a Hugging Face folder, with a model card."),
-        "serve": ("serve:serve", "Start a vLLM server for an experiment, or serve the verifier of a run."),
-    },
-    "Set up": {
-        "init": ("init:init", "Write an example of your own experiment, with a task, data and a test."),
-        "config": ("config:app", "Show and explain settings."),
-        "doctor": ("doctor:doctor", "Check the installation, and say how to install what is missing."),
-        "schemas": ("contracts:schemas", "List or print the JSON Schemas of what pvg prints with --json."),
-    },
-}
+_FILE = Path(__file__).with_suffix(".toml")
+GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 PLACES = {name: place for group in GROUPS.values() for name, (place, _) in group.items()}
 
 

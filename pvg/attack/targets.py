@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from pvg.attack.texts import TABLE
 from pvg.errors import ConfigurationError, PvgError, UsageError, said, shortened, visible
 from pvg.extensions import digests, is_reference, load, split_reference
 from pvg.inputs import read_text
@@ -266,15 +267,7 @@ class SandboxTarget(Target):
 
 # --- an HTTP endpoint -----------------------------------------------------------------------------------------------
 
-TEMPLATE = """You grade a solution of a problem.
-
-Problem:
-{problem}
-
-Solution:
-{text}
-
-Is the final answer of the solution correct? Answer with {accept} or {refuse} only."""
+TEMPLATE: str = TABLE["judge"]  # what a chat judge reads
 PAIR = "{problem}\n{text}"  # what a classifier reads
 CHAT = "/chat/completions"
 ROUTES = (CHAT, "/score", "/classify", "/pooling")

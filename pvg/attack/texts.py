@@ -204,8 +204,8 @@ def huge(case: AttackCase, rng: random.Random) -> Iterator[str]:
 MAKERS: Mapping[str, Callable[[AttackCase, random.Random], Iterable[str]]] = {
     each.__name__: each for each in (changed, given, truncated, repeated, several, huge)
 }
-ROWS = tomllib.loads(Path(__file__).with_name("attacks.toml").read_text(encoding="utf-8"))["attacks"]
-ATTACKS: Mapping[str, StaticAttack] = {row["name"]: StaticAttack.model_validate(row) for row in ROWS}
+TABLE = tomllib.loads(Path(__file__).with_name("attacks.toml").read_text(encoding="utf-8"))
+ATTACKS: Mapping[str, StaticAttack] = {row["name"]: StaticAttack.model_validate(row) for row in TABLE["attacks"]}
 
 
 # --- where the problems come from ----------------------------------------------------------------------------------

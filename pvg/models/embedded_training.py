@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -170,44 +171,8 @@ class EmbeddedModelRecipe:
     game: Literal["modchain", "plans"] = "modchain"
 
 
-RECIPES = {
-    "prover": EmbeddedModelRecipe("modchain-prover", 3, 128, 192, 4, steps=600, flawed={"H": 0.35, "S": 0.60}),
-    "dialogue": EmbeddedModelRecipe(
-        "modchain-dialogue",
-        3,
-        128,
-        192,
-        4,
-        steps=1100,
-        flawed={"H": 0.35, "S": 0.60},
-        unfaithful={"H": 0.30, "S": 0.60},
-        dialogues=True,
-        start="modchain-prover",
-        learning_rate=2e-3,
-    ),
-    "critic": EmbeddedModelRecipe(
-        "modchain-critic",
-        3,
-        128,
-        192,
-        4,
-        steps=1400,
-        flawed={"H": 0.35, "S": 0.60},
-        mistaken={"clean": 0.05, "flawed": 0.28},
-        start="modchain-prover",
-        batch=36,
-        learning_rate=2e-3,
-    ),
-    "verifier": EmbeddedModelRecipe("modchain-verifier", 3, 96, 192, 4, steps=800, flawed={"": 0.0}),
-    "verifier-small": EmbeddedModelRecipe("modchain-verifier-small", 3, 64, 128, 4, steps=800, flawed={"": 0.0}),
-    "verifier-tiny": EmbeddedModelRecipe("modchain-verifier-tiny", 3, 16, 32, 2, steps=800, flawed={"": 0.0}),
-    "diplomacy-prover": EmbeddedModelRecipe(
-        "diplomacy-prover", 3, 128, 192, 4, steps=500, flawed={"H": 0.4, "S": 0.7}, game="plans"
-    ),
-    "diplomacy-verifier": EmbeddedModelRecipe(
-        "diplomacy-verifier", 3, 96, 192, 4, steps=500, flawed={"": 0.0}, game="plans"
-    ),
-}
+ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+RECIPES = {key: EmbeddedModelRecipe(**row) for key, row in ROWS.items()}
 TOKENIZERS = {"modchain": modchain_tokenizer, "plans": diplomacy_tokenizer}
 
 

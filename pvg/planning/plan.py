@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,16 +162,8 @@ class MachineSpeed:
     source: str
 
 
-# The dense bfloat16 rate, the memory bandwidth and the memory of NVIDIA's data sheets (SXM where there are several).
-MACHINES: dict[str, MachineSpeed] = {
-    "h100": MachineSpeed(989e12, 3.35e12, 80.0, "data sheet"),
-    "h200": MachineSpeed(989e12, 4.8e12, 141.0, "data sheet"),
-    "a100": MachineSpeed(312e12, 2.04e12, 80.0, "data sheet"),
-    "h20": MachineSpeed(148e12, 4.0e12, 96.0, "data sheet"),
-    "l40s": MachineSpeed(362e12, 0.864e12, 48.0, "data sheet"),
-    # Two cores: 195 GFLOP/s of float32 matrix products, measured; the bandwidth is that of one memory channel.
-    "cpu": MachineSpeed(195e9, 20e9, 0.0, "two cores"),
-}
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+MACHINES: dict[str, MachineSpeed] = {name: MachineSpeed(*row) for name, row in TABLE["machines"].items()}
 
 # Share of the bandwidth that a decoding step reaches. Assumed.
 DECODING_SHARE = 0.5
@@ -182,17 +176,7 @@ UPDATE_BYTES_PER_S = 1e9
 # --- the inputs -------------------------------------------------------------------------------------------------------
 
 # Name -> (unit, meaning).
-INPUTS: dict[str, tuple[str, str]] = {
-    "mean_tokens": ("tokens", "mean length of a completion"),
-    "sigma": ("", "standard deviation of the logarithm of the length (log-normal, cut at rollout.max_tokens)"),
-    "prompt_tokens": ("tokens", "length of a prompt"),
-    "token_s": ("s", "decoding step of a worker, without the part that grows with its rows"),
-    "row_s": ("s", "what each row adds to a decoding step"),
-    "request_s": ("s", "time of a request besides its tokens: the prompt, and the way"),
-    "train_token_s": ("s", "training per completion token, with the reference's log-probs"),
-    "other_s": ("s", "other work of the trainer per batch: scores, credit, records"),
-    "update_s": ("s", "weight update: the trainer waits"),
-}
+INPUTS: dict[str, tuple[str, str]] = TABLE["inputs"]
 MOST = 1e12
 POSITIVE = frozenset({"mean_tokens", "prompt_tokens", "token_s"})
 
@@ -336,42 +320,30 @@ def work_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = Non
 def not_modelled(experiment: Experiment) -> list[str]:
     """Settings that change a step's time or its memory and are not part of the model: one sentence each."""
     ranks, protocol = ranks_of(experiment.cluster), experiment.game.protocol.kind
-    reader = experiment.sources().get(READER)
     on_gpu, workers = experiment.models.on_gpu, experiment.server_cluster is None and has_workers(experiment.cluster)
-    found = {
-        "workers have copies of the models: the memory is that of one process": workers and not on_gpu,
-        "workers divide the cores: an estimated train_token_s is that of one process": workers and not on_gpu,
-        f"the exchange of cluster.trainer_ranks = {ranks} is not modelled": ranks is not None and on_gpu,
-        "the policy's log-probs before a batch's steps are computed on the CPU, whose time is not modelled": (
-            ranks is not None
-            and on_gpu
-            and (experiment.rollout.logprobs == "recomputed" or experiment.training.minibatches > 1)
-        ),
-        f"cluster.trainer_ranks = {ranks} is not modelled on CPUs": ranks is not None and not on_gpu,
-        "rollout.deadline is not modelled: the plan waits for all rollouts of a batch": (
-            experiment.rollout.deadline.kind != "none"
-        ),
-        "training.dynamic_sampling is not modelled: resampled groups take longer than planned": (
-            experiment.training.dynamic_sampling > 0
-        ),
-        "rollout.prefetch overlaps nothing with rollout.engine = 'torch', so the plan has none": (
-            experiment.rollout.prefetch.kind != "none" and not overlaps(experiment)
-        ),
-        "game.schedule = 'simultaneous' is not modelled: the verifier's updates take longer than planned": (
-            experiment.game.schedule.kind == "simultaneous"
-        ),
-        "verifier.head = 'generative' is not modelled: its training and its scores take longer than planned": (
-            experiment.verifier.verdict_tokens > 0
-        ),
-        f"{READER} = {reader!r} is not modelled: a batch takes longer, and needs the reader's memory": bool(reader),
-        f"game.protocol = {protocol!r} is not modelled: the turns of a dialogue are sampled at once here": (
-            protocol not in ("direct", "consultancy")
-        ),
-        "task.kind = 'play' is not modelled: the turns of an episode are sampled at once here": (
-            experiment.task.kind == "play"
-        ),
+    reader = experiment.sources().get(READER)
+    recomputed = experiment.rollout.logprobs == "recomputed" or experiment.training.minibatches > 1
+    there = {
+        "copies": workers and not on_gpu,
+        "cores": workers and not on_gpu,
+        "exchange": ranks is not None and on_gpu,
+        "driver": ranks is not None and on_gpu and recomputed,
+        "ranks": ranks is not None and not on_gpu,
+        "deadline": experiment.rollout.deadline.kind != "none",
+        "dynamic": experiment.training.dynamic_sampling > 0,
+        "prefetch": experiment.rollout.prefetch.kind != "none" and not overlaps(experiment),
+        "simultaneous": experiment.game.schedule.kind == "simultaneous",
+        "generative": experiment.verifier.verdict_tokens > 0,
+        "reader": bool(reader),
+        "protocol": protocol not in ("direct", "consultancy"),
+        "play": experiment.task.kind == "play",
     }
-    return [text for text, there in found.items() if there]
+    notes: dict[str, str] = TABLE["notes"]
+    return [
+        notes[name].format(ranks=ranks, protocol=protocol, key=READER, reader=reader)
+        for name, holds in there.items()
+        if holds
+    ]
 
 
 def warm_start(experiment: Experiment, inputs: Inputs) -> list[str]:
