@@ -84,6 +84,7 @@ def measure(  # noqa: PLR0917  (each is an option)
     """
     from pvg.traces.loaders import chosen_together, load_traces, read_fields
     from pvg.traces.measures import missing
+    from pvg.traces.readers import open_reader
 
     pattern, named = _pattern(answer), read_fields(fields or [])
     wanted = _wanted(measures)
@@ -104,7 +105,7 @@ def measure(  # noqa: PLR0917  (each is an option)
     announce_loading()
     folder = out or Path("measures") / "-vs-".join(each.name for each in loaded)
     check_folder(folder, measures_json=JSON_MARK, measures_html=PAGE_MARK)
-    opened = partial(_opened, reader, model, key_env)
+    opened = partial(open_reader, reader, model=model, key_variable=key_env) if reader else nullcontext
     report, page = _measured(loaded, opened, wanted, max_tokens, folder, as_json)
     for line in (line for each in loaded for line in each.said if line not in before):
         say(line)
@@ -131,12 +132,6 @@ def _wanted(measures: str | None) -> list[str]:
     for name in wanted:
         refuse_unknown("measure {}", name, READ, UsageError)
     return list(dict.fromkeys(wanted))
-
-
-def _opened(reader: str | None, model: str, key_variable: str) -> AbstractAsyncContextManager[TraceReader | None]:
-    from pvg.traces.readers import open_reader
-
-    return nullcontext() if reader is None else open_reader(reader, model=model, key_variable=key_variable)
 
 
 def _measured(

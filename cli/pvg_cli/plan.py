@@ -49,14 +49,12 @@ def plan(
     Loads no model: it reads their config.json.
     """
     from pvg.config.load import did_you_mean
-    from pvg.planning.memory import read_shape
-    from pvg.planning.plan import MACHINES, Inputs, machine_here, plan_of
-    from pvg.store.run_players import base_source, pinned_players
+    from pvg.planning.plan import MACHINES, Inputs, machine_here, plan_of, shapes_of
+    from pvg.store.run_players import pinned_players
     from pvg_cli.runs import resolve
 
     resolved = resolve(experiment, overrides or [])
     resolved = resolved.with_sources(pinned_players(resolved.sources()))
-    sources = [base_source(source) for source in (resolved.models.prover.source, resolved.models.verifier.source)]
     if gpu is not None and gpu not in MACHINES:
         raise UsageError(
             f"There is no GPU {gpu!r} in the planner's list.{did_you_mean(gpu, list(MACHINES))}",
@@ -70,11 +68,12 @@ def plan(
         name, memory_gb, count = machine_here(resolved)
     else:
         name, memory_gb, count = planned, MACHINES[planned].memory_gb, 1
-    prover, verifier = (read_shape(source, say) for source in sources)
-    values = Inputs.assumed(resolved, prover, verifier, MACHINES[name])
+    prover, verifier, reader = shapes_of(resolved, say)
+    values = Inputs.assumed(resolved, prover, verifier, MACHINES[name], reader)
     values.assign(inputs or [])
     memory_gb, count = gpu_gb or memory_gb, gpus or count
-    made = plan_of(resolved, values, prover, verifier, workers=workers, memory_gb=memory_gb, gpus=count)
+    shapes = (prover, verifier, reader)
+    made = plan_of(resolved, values, *shapes, workers=workers, memory_gb=memory_gb, gpus=count)
     if as_json:
         emit({**made.plain(), "machine": name})
     else:

@@ -335,14 +335,15 @@ class JudgeAtStep(StrictRecord):
 
 class SourceRecord(StrictRecord):
     """The measures of traces (pvg.traces.measures) of one source, in the order of pvg.evaluation.trace_report.LABELS.
-    `said`: what could not be read. `change`: the step from which on the judge's MCC differs, and the p value of that
-    change."""
+    `said`: what could not be read. `refused`: measures that a server refused to the reader. `change`: the
+    step from which on the judge's MCC differs, and the p value of that change."""
 
     name: str
     kind: str
     traces: int
     problems: int
     said: list[str]
+    refused: list[str] = Field(default_factory=list)
     measures: dict[str, Estimate]
     judge: list[JudgeAtStep] = Field(default_factory=list)
     change: tuple[int, float] | None = None

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pvg.config.base import is_run_id, parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.load import differences
-from pvg.errors import TrainingDivergedError, UsageError, counted, user_paths
+from pvg.errors import PvgError, TrainingDivergedError, UsageError, counted, user_paths
 from pvg.evaluation import measures
 from pvg.evaluation.attacks import AttackTarget, attack, attack_digest, attack_name, check, final_samples, reference_of
 from pvg.evaluation.intervals import RESAMPLES, Float64, draws
@@ -329,7 +329,15 @@ class RoundParts:
         return [await self._legible(wanted) for wanted in (self.own, self.base)]
 
     async def _legible(self, wanted: SampleSet) -> Any:
-        context, reader = self.context, reader_of(self.context.experiment)
+        context, name = self.context, f"legibility-{wanted.name}"
+        if not (context.computing or context.units.exists(name)):
+            raise MissingResult(name, stale=False)
+        try:
+            reader = reader_of(context.experiment)
+        except PvgError:
+            if context.computing:
+                raise
+            raise MissingResult(name, stale=True) from None
         each = max(1, READ // len(wanted.problems))
 
         async def work() -> Any:
@@ -349,7 +357,11 @@ class RoundParts:
             return found.plain()
 
         inputs = [digest_of(context, wanted), reader, _files(reader), each]
-        return await context.unit(f"legibility-{wanted.name}", digest("legibility", MEASURED, inputs), work)
+        inputs_digest = digest("legibility", MEASURED, inputs)
+        found = await context.unit(name, inputs_digest, work)
+        if context.computing and found.get("refused"):  # perhaps the server can do it now; the other measures are kept
+            found = context.units.write(name, inputs_digest, await work())
+        return found
 
     async def tax(self, baseline: CorrectnessBaseline) -> Any:
         of = digest_of(self.context, self.own)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.config.base import StrictRecord
+from pvg.errors import UsageError
 from pvg.evaluation.intervals import (
     RESAMPLES,
     Estimate,
@@ -33,7 +34,7 @@ from pvg.evaluation.measures import FOLDS, NGRAMS, features, folds_of, matthews_
 from pvg.evaluation.report import JudgeAtStep, SourceRecord
 from pvg.traces.kept_results import KeptResults
 from pvg.traces.loaders import LoadedTraces, Trace
-from pvg.traces.measures import SHARES, MeasuredTrace, UnreadableTraces, measured
+from pvg.traces.measures import SHARES, MeasuredTrace, OtherModel, UnreadableTraces, measured
 from pvg.traces.readers import open_reader
 from pvg.verifier.calibration import matthews
 from pvg.version import code_version
@@ -148,6 +149,7 @@ def summarised(loaded: LoadedTraces, measured: Sequence[MeasuredTrace]) -> Sourc
         traces=len(measured),
         problems=len(problem_ids),
         said=list(loaded.said),
+        refused=list(loaded.refused),
         measures={name: found[name] for name in LABELS if name in found},
         judge=steps,
         change=None if change is None else (series[change[0]][0], change[1]),
@@ -166,6 +168,9 @@ async def legibility(
         async with open_reader(reader) as opened:
             with KeptResults(kept) as results:
                 return summarised(loaded, await measured(loaded, opened, results, LEGIBILITY, max_tokens, told))
+    except OtherModel as error:
+        units = kept.parent / "units" / "legibility-*.json"
+        raise UsageError(error.message, f"Start that model again, or remove {kept} and {units}.") from None
     except UnreadableTraces as error:
         loaded.said.append(error.message)
         return summarised(loaded, [MeasuredTrace(trace, [], [], [], {}) for trace in loaded.traces])

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 import pvg
-from pvg.config.base import is_hub_id, is_run_id, parse_run_id
+from pvg.config.base import READER, is_hub_id, is_run_id, parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.operation import LocalCluster, has_workers, ranks_of
 from pvg.config.rollout import TorchSampling
@@ -407,9 +407,11 @@ def memory_of(
     prompt_tokens: int,
     slots: int,
     gpu_bytes: float | None,
+    reader: ModelShape | None = None,
 ) -> Iterator[MemoryPlan]:
     """The stages of a round, each with its peak. `slots`: rollouts that a server decodes at once. `gpu_bytes`: the
-    memory of the GPU; then the plan counts what a process on a GPU takes besides. None: a CPU."""
+    memory of the GPU; then the plan counts what a process on a GPU takes besides. None: a CPU. `reader`: of the
+    reward."""
     from pvg.models.compute import KEPT_BYTES  # here, because it imports torch
 
     models, rollout = experiment.models, experiment.rollout
@@ -426,6 +428,7 @@ def memory_of(
     copied = base - prover.linear * (BYTES[models.dtype] - BYTES[models.compute_dtype])
     copied *= experiment.training.kl.coefficient > 0
     frozen = {"base prover": float(base if always or experiment.training.adapters.rank else copied), **context}
+    reading = {"reader of the reward": float(reader.parameters * reader_bytes(experiment))} if reader else {}
     # While players train, a large engine in this process rests (TorchEngine.rest), unless it samples before it gets new
     # weights.
     rests = on_cpu and not has_workers(experiment.cluster) and sum(copy.values()) > KEPT_BYTES
@@ -446,6 +449,7 @@ def memory_of(
         **frozen,
         **(copy if samples_on else {}),
         "verifier": verifier_bytes,
+        **reading,
         **(policy.copy(KEPT_BYTES) if on_cpu else {}),
     }
     canary = 0.0  # pvg.rollout.vllm_engine.reference_logprobs
@@ -468,7 +472,7 @@ def memory_of(
         rows = min(engine.max_rows, experiment.rollouts_per_batch)
         resident = {name: training[name] for name in ("trained weights", "optimizer")}
         resident |= policy.copy(KEPT_BYTES) if on_cpu else _driver_bytes(experiment, policy)
-        parts = {**frozen, **copy, "verifier": verifier_bytes, **resident, "KV cache": rows * kv_row}
+        parts = {**frozen, **copy, "verifier": verifier_bytes, **reading, **resident, "KV cache": rows * kv_row}
         yield MemoryPlan("sample", "trainer", parts, 0, rows, kv_row)
     else:
         share = experiment.serving.tensor_parallel
@@ -483,6 +487,12 @@ def _driver_bytes(experiment: Experiment, model: ModelInTraining) -> dict[str, f
     if not isinstance(experiment.cluster, LocalCluster) or not has_workers(experiment.cluster) or model.gpus > 1:
         return {}
     return {"driver beside a worker": 2.0 * FLOAT32 * model.trained + CONTEXT_BYTES}
+
+
+def reader_bytes(experiment: Experiment) -> int:
+    """Bytes of a number of the reward's reader (pvg.traces.readers)."""
+    exact = experiment.sources().get(READER, "").startswith("embedded:") or not experiment.models.on_gpu
+    return BYTES["float32" if exact else "bfloat16"]
 
 
 def host_bytes(experiment: Experiment, prover: ModelShape, verifier: ModelShape) -> float:

@@ -15,6 +15,7 @@ from scipy.special import ndtri
 
 from pvg.config.base import READER
 from pvg.config.experiment import FITTED, Experiment
+from pvg.config.game import CorrectnessReward
 from pvg.config.load import changed, nearest
 from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.rollout import SamplingAhead, TorchSampling
@@ -31,6 +32,7 @@ from pvg.planning.memory import (
     host_bytes,
     memory_of,
     read_shape,
+    reader_bytes,
     shares_prompts,
 )
 from pvg.reporting.formats import compact, sample_seconds, short_seconds
@@ -63,6 +65,7 @@ class BatchWork:
     train_token_s: float
     other_s: float
     update_s: float
+    read_s: float = 0.0
     ahead: int = 0
     one_gpu: bool = False
     samplers_score: bool = False
@@ -100,7 +103,8 @@ class StepBounds:
 
 def bounds_of(work: BatchWork) -> StepBounds:
     other_s = work.other_s if work.samplers_score else 0.0
-    trainer_s = work.train_token_s * work.mean_length * work.rollouts + work.other_s - other_s + work.update_s
+    trainer_s = work.train_token_s * work.mean_length * work.rollouts
+    trainer_s += work.other_s - other_s + work.read_s + work.update_s
     steps = work.rollouts * (work.mean_length + work.request_s / work.decoding_s(1))
     sampling_s = steps / work.rows * work.decoding_s(max(1.0, work.rows / work.workers)) + other_s
     # Its worker decodes its share of the other rollouts meanwhile.
@@ -170,6 +174,9 @@ DECODING_SHARE = 0.5
 # Share of the arithmetic rate that training reaches. Llama 3 reports 0.38 to 0.43 for pretraining (arXiv 2407.21783);
 # batches of short rows reach less. Assumed.
 TRAINING_SHARE = 0.3
+# Tokens of an announced answer, which a reader reads after each prefix, or writes; and solutions that it continues at
+# once (pvg.traces.measures). The former is assumed.
+ANSWER_TOKENS, READ_TOGETHER = 8, 32
 # Bytes per second of a weight update through a shared folder, written and read once. Assumed.
 UPDATE_BYTES_PER_S = 1e9
 
@@ -216,8 +223,15 @@ class Inputs:
             self.values[name] = PlanInput(value, "given")
 
     @classmethod
-    def assumed(cls, experiment: Experiment, prover: ModelShape, verifier: ModelShape, machine: MachineSpeed) -> Inputs:
-        """Estimates from the models' sizes and the machine's speed."""
+    def assumed(
+        cls,
+        experiment: Experiment,
+        prover: ModelShape,
+        verifier: ModelShape,
+        machine: MachineSpeed,
+        reader: ModelShape | None = None,
+    ) -> Inputs:
+        """Estimates from the models' sizes and the machine's speed. `reader`: of the reward."""
         rollout, training = experiment.rollout, experiment.training
         number = BYTES[experiment.sampling_dtype]
         mean, prompt = max(1.0, rollout.max_tokens / 2), max(1.0, min(256.0, rollout.max_tokens))
@@ -235,6 +249,14 @@ class Inputs:
         scores = 0.0
         if experiment.verifier.engine == "torch":
             scores = rollouts * 2.0 * verifier.parameters * (prompt + mean) / flops / scorers
+        read, reward = 0.0, experiment.game.reward
+        if reader is not None and isinstance(reward, CorrectnessReward):
+            # All helpful solutions, correct and different: SR reads each and writes an answer, CIR reads all prefixes.
+            texts = rollouts * (1.0 - experiment.game.sneaky_share)
+            tokens = mean * (reward.sr > 0) + (prompt + mean * (1 + ANSWER_TOKENS)) * (reward.cir > 0)
+            writing = ANSWER_TOKENS * math.ceil(texts / READ_TOGETHER) * (reward.sr > 0)
+            streamed = reader.parameters * reader_bytes(experiment) / (machine.bytes_per_s * DECODING_SHARE)
+            read = texts * 2.0 * reader.parameters * tokens / flops + writing * streamed
         lora = experiment.weights.transport.kind == "lora"
         rank, divided_work = training.adapters.rank, scorers > 1
         trained = 4 * (prover.adapter_parameters(rank) if rank else prover.parameters)
@@ -254,6 +276,7 @@ class Inputs:
             "request_s": (2.0 * prover.parameters * prompt / (gpus * flops), on_worker),
             "train_token_s": (operations * prover.parameters * tokens / flops, divided),
             "other_s": (scores, f"estimate: {compact(verifier.parameters)} parameters, {machine.source}"),
+            "read_s": (read, f"estimate: {compact(reader.parameters)} parameters" if reader else "no reader"),
             "update_s": (update, "estimate: 1 GB/s"),
         }
         return cls({name: PlanInput(value, source) for name, (value, source) in found.items()})
@@ -311,6 +334,7 @@ def work_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = Non
         request_s=inputs["request_s"],
         train_token_s=inputs["train_token_s"],
         other_s=inputs["other_s"],
+        read_s=inputs["read_s"],
         update_s=inputs["update_s"],
         ahead=rollout.prefetch.batches if ahead else 0,
         samplers_score=ahead and isinstance(rollout.engine, TorchSampling),
@@ -321,7 +345,6 @@ def not_modelled(experiment: Experiment) -> list[str]:
     """Settings that change a step's time or its memory and are not part of the model: one sentence each."""
     ranks, protocol = ranks_of(experiment.cluster), experiment.game.protocol.kind
     on_gpu, workers = experiment.models.on_gpu, experiment.server_cluster is None and has_workers(experiment.cluster)
-    reader = experiment.sources().get(READER)
     recomputed = experiment.rollout.logprobs == "recomputed" or experiment.training.minibatches > 1
     there = {
         "copies": workers and not on_gpu,
@@ -334,16 +357,11 @@ def not_modelled(experiment: Experiment) -> list[str]:
         "prefetch": experiment.rollout.prefetch.kind != "none" and not overlaps(experiment),
         "simultaneous": experiment.game.schedule.kind == "simultaneous",
         "generative": experiment.verifier.verdict_tokens > 0,
-        "reader": bool(reader),
         "protocol": protocol not in ("direct", "consultancy"),
         "play": experiment.task.kind == "play",
     }
     notes: dict[str, str] = TABLE["notes"]
-    return [
-        notes[name].format(ranks=ranks, protocol=protocol, key=READER, reader=reader)
-        for name, holds in there.items()
-        if holds
-    ]
+    return [notes[name].format(ranks=ranks, protocol=protocol) for name, holds in there.items() if holds]
 
 
 def warm_start(experiment: Experiment, inputs: Inputs) -> list[str]:
@@ -439,12 +457,14 @@ def plan_of(
     inputs: Inputs,
     prover: ModelShape,
     verifier: ModelShape,
+    reader: ModelShape | None = None,
     *,
     workers: int | None = None,
     memory_gb: float | None = None,
     gpus: int = 1,
 ) -> ExperimentPlan:
-    """`workers`: instead of the experiment's own. `memory_gb` and `gpus`: see ExperimentPlan."""
+    """`workers`: instead of the experiment's own. `reader`: of the reward. `memory_gb` and `gpus`: see
+    ExperimentPlan."""
     in_process = isinstance(experiment.rollout.engine, TorchSampling)
     work = work_of(experiment, inputs, workers=workers)
     work = replace(work, one_gpu=gpus == work.workers == 1 and not in_process)
@@ -455,6 +475,7 @@ def plan_of(
         prompt_tokens=math.ceil(inputs["prompt_tokens"]),
         slots=work.slots,
         gpu_bytes=memory_gb * GB if memory_gb and gpus else None,
+        reader=reader,
     )
     bounds = bounds_of(work)
     notes = [*warm_start(experiment, inputs), *not_modelled(experiment)]
@@ -508,13 +529,19 @@ def machine_here(experiment: Experiment) -> tuple[str, float, int]:
     return name, found.total_memory / GB, torch.cuda.device_count()
 
 
+def shapes_of(experiment: Experiment, say: Say) -> tuple[ModelShape, ModelShape, ModelShape | None]:
+    """Of the prover, the verifier, and the reward's reader. Raises the errors of `read_shape`."""
+    models, reader = experiment.models, experiment.sources().get(READER)
+    prover, verifier = (read_shape(base_source(model.source), say) for model in (models.prover, models.verifier))
+    return prover, verifier, read_shape(base_source(reader), say) if reader else None
+
+
 def plan_here(experiment: Experiment, say: Say) -> ExperimentPlan:
     """The plan of the experiment on this machine. Raises the errors of `read_shape`."""
     name, memory_gb, gpus = machine_here(experiment)
-    sources = (experiment.models.prover.source, experiment.models.verifier.source)
-    prover, verifier = (read_shape(base_source(source), say) for source in sources)
-    inputs = Inputs.assumed(experiment, prover, verifier, MACHINES[name])
-    return plan_of(experiment, inputs, prover, verifier, memory_gb=memory_gb, gpus=gpus)
+    prover, verifier, reader = shapes_of(experiment, say)
+    inputs = Inputs.assumed(experiment, prover, verifier, MACHINES[name], reader)
+    return plan_of(experiment, inputs, prover, verifier, reader, memory_gb=memory_gb, gpus=gpus)
 
 
 # What pvg gives by itself to the activations of a micro-batch, and to the KV cache. SmolLM2-135M then trains on 1,024

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +25,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 CONCURRENCY = 8  # requests in flight
 TIMEOUT_S = 120.0  # of one request
 RETRIES = 12  # about 40 s of waiting in all, for servers that start or limit the rate
+LISTED = frozenset({"id", "root", "parent", "owned_by", "max_model_len", "meta"})  # "created" may be now
 KEY_SHOWN = 8  # characters of a shorter key may be a part of other words
 
 
@@ -99,10 +100,20 @@ class OpenAiClient:
             raise self._explained(MalformedReply(self.url, "a reply without choices"))
         return choices[0]
 
-    async def _only_model(self) -> str:
+    async def about(self) -> dict[str, Any]:
+        """What the server lists about the model, without what changes by itself; {} if it lists nothing."""
+        rows: list[dict[str, Any]] = []
+        with suppress(PvgError):  # the server need not have this route
+            rows = await self._models()
+        return {key: row[key] for row in rows if row["id"] == self.model for key in sorted(row.keys() & LISTED)}
+
+    async def _models(self) -> list[dict[str, Any]]:
         found = await self._request("GET", f"{self.url}/models", None)
         rows = found.get("data") if isinstance(found, dict) else None
-        names = [str(row["id"]) for row in rows or () if isinstance(row, dict) and "id" in row]
+        return [row for row in rows or () if isinstance(row, dict) and "id" in row]
+
+    async def _only_model(self) -> str:
+        names = [str(row["id"]) for row in await self._models()]
         if len(names) != 1:
             raise UsageError(f"{self.url} lists {len(names)} models.", "Name one: --model NAME")
         return names[0]

@@ -37,7 +37,7 @@ class KeptResults(Closing):
     """Owns the file until it is closed; another process that opens it meanwhile gets a UsageError."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._committed = path, time.monotonic()
+        self.path, self._committed = path, time.monotonic()
         with ExitStack() as opening:
             with user_paths():
                 make_directory(path.parent)
@@ -58,7 +58,7 @@ class KeptResults(Closing):
     def put(self, key: str, value: Any) -> None:
         """Keep a value that JSON can represent, not None."""
         line = orjson.dumps({"key": key, "value": value}, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
-        with disk_full_explained(self._path, of_run=False):
+        with disk_full_explained(self.path, of_run=False):
             start = os.lseek(self._file, 0, os.SEEK_END)
             try:
                 while line:
@@ -72,7 +72,7 @@ class KeptResults(Closing):
 
     def commit(self) -> None:
         """Make all values durable."""
-        with disk_full_explained(self._path, of_run=False):
+        with disk_full_explained(self.path, of_run=False):
             os.fsync(self._file)
         self._committed = time.monotonic()
 
@@ -103,8 +103,8 @@ class KeptResults(Closing):
         return found
 
     def _not_a_result(self, line: int) -> DamagedFileError:
-        where = f"{self._path} is damaged, or not of pvg: line {line} is not a result."
+        where = f"{self.path} is damaged, or not of pvg: line {line} is not a result."
         return DamagedFileError(where, "Choose another --out FOLDER, or move it away: pvg then computes all again.")
 
     def _in_use(self, owner: str) -> UsageError:
-        return UsageError(f"{self._path.parent} is in use by {owner}.", "Wait for it, or choose another --out FOLDER.")
+        return UsageError(f"{self.path.parent} is in use by {owner}.", "Wait for it, or choose another --out FOLDER.")

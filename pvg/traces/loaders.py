@@ -138,7 +138,8 @@ class Trace:
 @dataclass(slots=True)
 class LoadedTraces:
     """`kind`: of the source. `said`: what was guessed or left out. `reader`: the model that reads them if a user names
-    none. `verdicts`: of judges that name a step, on other solutions or beside the traces' own judge."""
+    none. `verdicts`: of judges that name a step, on other solutions or beside the traces' own judge. `refused`:
+    measures that a server refused to the reader."""
 
     name: str
     kind: str
@@ -146,6 +147,7 @@ class LoadedTraces:
     said: list[str]
     reader: str | None = None
     verdicts: Sequence[Trace] = ()
+    refused: list[str] = field(default_factory=list)
 
     def chosen(self, most: int, first: Collection[str] = ()) -> LoadedTraces:
         """At most about `most` traces: all of some problems, which are the same in every source. Those of the ids in

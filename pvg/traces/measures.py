@@ -76,6 +76,7 @@ SHARES = (10, 25, 50, 75, 90)  # percent of the reasoning from which a reader co
 MEASURED = 1  # raised when a definition changes: kept results are then not used
 TOGETHER = 32  # traces whose completions are asked for together
 DECORATIVE = 0.005  # a step with a lower true-thinking score does not matter
+PORTRAIT = 2  # requests that tell whether a server has the same model as before
 LONGEST_ANSWER = 48  # tokens of an answer alone
 LONGEST_TEXT = 1_000_000  # characters: a longer text fits into no reader's context, and its tokens not into memory
 Told = Callable[[str, int, int], None]  # called with a measure, the traces done, and all of them
@@ -163,11 +164,34 @@ def requests(loaded: LoadedTraces, reader: TraceReader, wanted: Sequence[str]) -
         "tts": lambda row: 4 * len(reader.chosen(len(row.steps))),
         "transfer": lambda row: 2 * (1 + len(SHARES)),
     }
-    return sum(most[name](row) for name in wanted for row in rows)
+    return PORTRAIT + sum(most[name](row) for name in wanted for row in rows)
 
 
 class UnreadableTraces(UsageError):
     """A reader can read none of the traces."""
+
+
+class OtherModel(UsageError):
+    """Behind a URL is another model than the one that has read before."""
+
+
+NOISE = 0.05  # nats: the mean difference of log-probs that bfloat16 and other batches make
+
+
+async def check_model(reader: TraceReader, kept: KeptResults) -> None:
+    """Keep the portrait of a reader's model. Raises OtherModel if `kept` has one of another model."""
+    if not (now := await reader.portrait()):
+        return
+    before = kept.get(key := digest_of_question("portrait", reader.identity)) or {"says": {}, "logprobs": []}
+    says = any(now["says"].get(name, value) != value for name, value in before["says"].items())
+    first, second = before["logprobs"], now["logprobs"]
+    if says or (first and second and (len(first) != len(second) or np.abs(np.subtract(first, second)).mean() > NOISE)):
+        raise OtherModel(
+            f"{reader.name} is another model than the one that has read what {kept.path} keeps.",
+            "Start that model again, or choose another --out FOLDER.",
+        )
+    if (now := now | {"logprobs": second or first}) != before:
+        kept.put(key, now)
 
 
 async def measured(
@@ -189,6 +213,7 @@ async def measured(
         if left == len(rows):
             raise UnreadableTraces(said, "Choose another reader.")
         loaded.said.append(said)
+    await check_model(reader, kept)
     found: dict[str, dict[int, Any]] = {name: {} for name in READ}
     for name in wanted:
         some = [n for n, row in enumerate(rows) if row and (name != "transfer" or row.trace.truth is not None)]
@@ -203,6 +228,7 @@ async def measured(
                 values = await work(reader, list(new.values()), max_tokens) if new else []
             except RefusedByServer as error:
                 loaded.said.append(f"{name} is left out: {error.message}")
+                loaded.refused.append(name)
                 break
             for key, value in zip(new, values, strict=True):
                 kept.put(key, value)

@@ -19,7 +19,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -99,6 +99,10 @@ class TraceReader:
     @abstractmethod
     async def written(self, asks: Sequence[ToContinue], max_tokens: int) -> list[str]:
         """What the reader writes, greedily."""
+
+    async def portrait(self) -> dict[str, Any]:
+        """What tells the model from another one with the same `identity`; {} if none can have it."""
+        return {}
 
 
 # --- on this machine --------------------------------------------------------------------------------------------------
@@ -242,6 +246,8 @@ def _style_of(source: str, model: LanguageModel) -> str:
 
 # Prefixes of a trace that a server is asked for, one request each, and steps, four requests each.
 CUTS, STEPS = 24, 12
+# A text that tells models apart: what comes first, and what has log-probs.
+PROBE = ("Q: What is 17 + 25?\nA:", " 17 + 25 = 42. The capital of France is Paris. Water boils at 100 degrees.")
 
 
 class UrlReader(TraceReader):
@@ -277,18 +283,30 @@ class UrlReader(TraceReader):
         return await together([self._chance(text, parts.answer + parts.end) for text in texts])
 
     async def _chance(self, before: str, answer: str) -> float:
-        choice = await self.client.complete(before + answer, max_tokens=1, temperature=0, echo=True, logprobs=1)
+        kept = await self._logprobs(before + answer, len(answer))
+        return min(1.0, math.exp(math.fsum(kept))) if kept else self._no_logprobs()
+
+    async def _logprobs(self, text: str, last: int) -> list[float]:
+        """Those of the tokens that end in the `last` characters of a text."""
+        choice = await self.client.complete(text, max_tokens=1, temperature=0, echo=True, logprobs=1)
         try:
-            # The last token is the written one, so it begins where the answer ends. Places count from there: vLLM also
+            # The last token is the written one, so it begins where the text ends. Places count from there: vLLM also
             # counts the characters of a start token, which the text lacks. A token may begin before the answer.
             offsets, values = (choice["logprobs"][name] for name in ("text_offset", "token_logprobs"))
-            start = offsets[-1] - len(answer)
-            kept = [value for end, value in zip(offsets[1:], values[:-1], strict=True) if end > start]
-            return min(1.0, math.exp(math.fsum(kept))) if kept else self._no_logprobs()
+            start = offsets[-1] - last
+            return [float(value) for end, value in zip(offsets[1:], values[:-1], strict=True) if end > start]
         except (LookupError, TypeError, ValueError):
-            return self._no_logprobs()
+            self._no_logprobs()
 
-    def _no_logprobs(self) -> float:
+    async def portrait(self) -> dict[str, Any]:
+        """The server's own words about the model, and log-probs of a fixed text, [] if it gives none."""
+        try:
+            found = await self._logprobs("".join(PROBE), len(PROBE[1]))
+        except RefusedByServer:
+            found = []
+        return {"says": await self.client.about(), "logprobs": found}
+
+    def _no_logprobs(self) -> NoReturn:
         raise RefusedByServer(f"{self.client.url} gives no log-probs of a prompt.", "Leave out cir and tts.")
 
     async def written(self, asks: Sequence[ToContinue], max_tokens: int) -> list[str]:

@@ -6,11 +6,13 @@ import asyncio
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import orjson
 import pytest
 from evaluation_drill import evaluated_experiment, own_files
+from traces.openai_server import said, serving
 
 from pvg.evaluation import runner
 
@@ -176,8 +178,37 @@ def test_a_reader_reads_the_helpful_solutions_as_pvg_measure_does(tmp_path: Path
     again = legibility(loaded, settings.models.prover.source, tmp_path / "kept.jsonl", 40, told)
     assert asyncio.run(again).measures == own.measures
     assert {"accuracy", "cir", "sr", "transfer"} <= own.measures.keys()
-    outcome, _ = evaluated(run, changed(settings, evaluate={"reader": reader}), parts=("calibration",))
-    assert outcome.report.stale == ["legibility of round 0"]
+    for other in (reader, f"run:{tmp_path / 'gone'}/round-0"):
+        outcome, _ = evaluated(run, changed(settings, evaluate={"reader": other}), parts=("calibration",))
+        assert outcome.report.stale == ["legibility of round 0"]
+
+    # What a server refuses to a reader is read again, until the server can.
+    able = []
+
+    def answer(route: str, body: Any) -> Any:
+        if route == "models":
+            return {"data": [{"id": "m"}]}
+        if route == "chat/completions":
+            return said("A0")
+        values = [None, *([-0.1] * (len(body["prompt"]) - 1)), -1.0]
+        logprobs = {"text_offset": list(range(len(values))), "token_logprobs": values}
+        return {"choices": [{"text": "", "logprobs": logprobs if able else None}]}
+
+    async def work() -> None:
+        async with serving(answer) as server:
+            behind_url = changed(settings, evaluate={"reader": server.url, "problems": 2, "samples": 2})
+            for refused in (["cir"], []):
+                asked = len(server.asked)
+                request = {"parts": ("legibility",), "observer": SilentObserver(), "stop": asyncio.Event()}
+                with run.lock():
+                    outcome = await evaluate(behind_url, run, **request)
+                found = outcome.report.rounds[0].legibility[0]
+                assert (found.refused, "cir" in found.measures) == (refused, not refused)
+                assert {"sr", "transfer"} < found.measures.keys()
+                able.append(True)
+            assert {route for route, _, _ in server.asked[asked:]} == {"models", "completions"}
+
+    asyncio.run(work())
 
 
 def test_a_shorter_attack_is_another_attack(measured: RunDirectory, tmp_path: Path) -> None:

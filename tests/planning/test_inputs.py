@@ -9,7 +9,7 @@ import pytest
 from pvg.config.load import build_experiment
 from pvg.errors import UsageError
 from pvg.planning.memory import ModelShape
-from pvg.planning.plan import MACHINES, Inputs, not_modelled, work_of, workers_of
+from pvg.planning.plan import MACHINES, Inputs, bounds_of, not_modelled, work_of, workers_of
 
 BILLION = ModelShape("one", 10, 1000, 500, 1000, 10**9, 40_000)
 SERVED = {"name": "served", "rollout": {"engine": "vllm", "concurrency": 512, "max_tokens": 1000}}
@@ -27,6 +27,20 @@ def test_estimates_from_sizes_and_data_sheets() -> None:
     tokens = 1 + 256 / 500 / 8
     assert found["train_token_s"] == pytest.approx(8e9 * tokens / (0.3 * 989e12))
     assert found["update_s"] == pytest.approx(0.5 + 8.0)
+
+
+@pytest.mark.parametrize(("weights", "tokens", "written"), [({"sr": 1.0}, 500, 8), ({"cir": 1.0}, 256 + 9 * 500, 0)])
+def test_a_reader_of_the_reward_takes_time(weights: dict[str, float], tokens: int, written: int) -> None:
+    """SR: each solution, and an answer of 8 tokens for 32 solutions at once. CIR: also an answer after each prefix."""
+    reward = {"kind": "correctness", "reader": "hf:a/b", **weights}
+    data = {**SERVED, "models": {"device": "cuda"}, "game": {"reward": reward, "sneaky_share": 0.5}}
+    experiment = build_experiment(data)
+    texts = experiment.rollouts_per_batch // 2
+    found = Inputs.assumed(experiment, BILLION, BILLION, MACHINES["h100"], BILLION)
+    read_s = texts * 2e9 * tokens / (0.3 * 989e12) + written * texts / 32 * 2e9 / (3.35e12 / 2)
+    assert found["read_s"] == pytest.approx(read_s)
+    assert bounds_of(work_of(experiment, found)).trainer_s > read_s
+    assert assumed()["read_s"] == 0
 
 
 def test_a_given_value_replaces_an_estimate_and_says_so() -> None:

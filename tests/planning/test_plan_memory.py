@@ -204,6 +204,15 @@ def test_stages_of_an_experiment() -> None:
     assert all(plan.parts["copy for commits"] == 12 * prover.parameters for plan in plans)
 
 
+def test_the_reader_of_a_reward_is_in_memory_while_the_prover_learns() -> None:
+    reward = {"kind": "correctness", "sr": 1.0, "reader": "embedded:modchain-verifier-small"}
+    plan = plan_here(build_experiment({"game": {"reward": reward, "sneaky_share": 0.0}}), print)
+    size = 4 * read_shape("embedded:modchain-verifier-small", print).parameters
+    assert [stage.parts.get("reader of the reward") for stage in plan.memory] == [size, None, size]
+    assert plan.inputs["read_s"] > 0
+    assert not any("reader" in note for note in plan.notes)
+
+
 def test_the_copy_for_commits_of_a_gpu_is_in_the_memory_of_the_host(tmp_path: Path) -> None:
     found, assumed = shape(QWEN_7B, tmp_path), MACHINES["h100"]
     for rank, notes in ((0, 1), (16, 0)):

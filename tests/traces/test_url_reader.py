@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from itertools import pairwise
+from contextlib import nullcontext
+from itertools import count, pairwise
 
 import pytest
 from aiohttp import web
@@ -13,15 +14,18 @@ from traces.openai_server import said, serving
 from pvg.errors import ServerUnavailableError
 from pvg.traces.kept_results import KeptResults
 from pvg.traces.loaders import LoadedTraces, Trace
-from pvg.traces.measures import READ, measured, requests
+from pvg.traces.measures import READ, OtherModel, measured, requests
 from pvg.traces.readers import open_reader
 
 WORDS = " ".join(f"w{n}" for n in range(60))
+TICKS = count()
 TRACE = Trace("1", (("user", "2+2?"),), f"{WORDS} key {WORDS}\n#### 4", truth="4")
 
 
 def believing(route, body):
     """Believes in any answer after "key": half a nat per character of the text. In a chat it says 4."""
+    if route == "models":
+        return {"data": [{"id": "m", "root": "org/m", "created": next(TICKS)}]}
     if route == "chat/completions":
         return said("4" if "cannot see" in body["messages"][0]["content"] else "So #### 4")
     text = body["prompt"]
@@ -79,13 +83,50 @@ def test_without_log_probs_two_measures_are_left_out_and_said(tmp_path):
     found, loaded, _ = read(refusing, tmp_path)
     assert {"sr", "transfer"} < found.values().keys()
     assert not {"cir", "tts"} & found.values().keys()
-    assert [line.partition(" is left out")[0] for line in loaded.said] == ["cir", "tts"]
+    assert [line.partition(" is left out")[0] for line in loaded.said] == loaded.refused == ["cir", "tts"]
 
     def without(route, body):
         found = believing(route, body)
         return {"choices": [{"text": found["choices"][0]["text"]}]} if route == "completions" else found
 
     assert "cir" not in read(without, tmp_path / "other")[0].values()
+
+
+def test_what_one_model_has_read_is_not_mixed_with_what_another_one_reads(tmp_path):
+    changes = {"root": "org/m", "shift": 0.0, "echo": True}
+
+    def changing(route, body):
+        found = believing(route, body)
+        if route == "models":
+            found["data"][0]["root"] = changes["root"]
+        if route == "completions" and not changes["echo"]:
+            return web.json_response({"error": {"message": "echo is not supported"}}, status=400)
+        if route == "completions":
+            values = found["choices"][0]["logprobs"]["token_logprobs"]
+            values[1:] = [value - changes["shift"] for value in values[1:]]
+        return found
+
+    async def work():
+        async with serving(changing) as server:
+            for change, noticed in (
+                ({"echo": False}, False),
+                ({"echo": True}, False),  # now it can give log-probs
+                ({"shift": 0.02}, False),  # another batch, in 16 bits
+                ({"shift": 0.3}, True),
+                ({"shift": 0.0, "root": "org/n"}, True),
+                ({"root": "org/m", "echo": False}, False),
+                ({"shift": 0.3, "echo": True}, True),  # the log-probs of before are not forgotten
+            ):
+                changes.update(change)
+                loaded = LoadedTraces("s", "x", [TRACE], [])
+                async with open_reader(server.url, model="m") as reader:
+                    with KeptResults(tmp_path / "results.jsonl") as kept, nullcontext() if not noticed else other():
+                        await measured(loaded, reader, kept, ["cir", "sr"], 16, lambda *_: None)
+
+    def other():
+        return pytest.raises(OtherModel, match=r"m is another model .*results\.jsonl")
+
+    asyncio.run(work())
 
 
 def test_a_long_trace_costs_no_more_requests_than_were_said(tmp_path):
@@ -104,8 +145,8 @@ def test_a_long_trace_costs_no_more_requests_than_were_said(tmp_path):
 
     counts = [0]
     asyncio.run(work())
-    assert said_before == [25, 1, 4 * 12, 2 * 6]
-    assert [after - before for before, after in pairwise(counts)] == [25, 1, 4 * 12, 6]  # each continuation says 4
+    assert said_before == [2 + most for most in (25, 1, 4 * 12, 2 * 6)]  # two requests tell which model it is
+    assert [after - before for before, after in pairwise(counts)] == [27, 3, 2 + 4 * 12, 8]  # each continuation says 4
 
 
 def test_a_server_that_has_gone_is_one_error(monkeypatch):
