@@ -91,11 +91,14 @@ class Display:
             self.line(text)
 
 
-def framed(parts: Sequence[RenderableType], width: int, title: Text, hint: str, stopping: bool) -> Panel:
-    """The frame around what a command shows, with a blank line between its parts. `hint`: what Ctrl-C does."""
+def framed(
+    parts: Sequence[RenderableType], width: int, title: Text, hint: str, stopping: bool, *, tight: bool = False
+) -> Panel:
+    """The frame around what a command shows, with a blank line between its parts, or `tight` without. `hint`: what
+    Ctrl-C does."""
     spaced = [line for part in parts for line in (Text(), part)]
     return Panel(
-        Padding(Group(*spaced[1:]), 1),
+        Padding(Group(*parts), (0, 1)) if tight else Padding(Group(*spaced[1:]), 1),
         box=ROUNDED,
         width=width,
         border_style=QUIET,

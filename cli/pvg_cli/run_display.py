@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pvg.errors import one_line, shortened
 from pvg.reporting.formats import (
     HOME_PHASES,
     SHOWN,
@@ -21,12 +22,10 @@ from pvg.reporting.formats import (
     metric_text,
     phase_label,
     seconds_to_come,
-    short_seconds,
     trend,
 )
-from pvg.reporting.terminal import QUIET, BudgetBar, percent_short, rounds_table
-from pvg.telemetry.events import PhaseInfo, Progress
-from pvg.telemetry.spans import total_seconds
+from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, percent_short, rounds_table
+from pvg.telemetry.events import PhaseInfo, Progress, Sample
 from pvg_cli.display import Display, framed, progress_row
 
 if TYPE_CHECKING:
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
 
 HISTORY = 600  # points kept per metric; a sparkline shows fewer
 RATE_WINDOW = 20  # reports that the rate is averaged over, so that one slow step does not change the estimate much
-BUDGET_WINDOW = 10  # steps that the time budget is averaged over
+ROOMY = 34  # lines of a terminal that has room for blank lines
+SAMPLES_S = 3.0  # how long solutions stay, so that a person can read them
 PHASES = ("mint", "train_verifier", "train_prover", "checkpoint")
 PLAY_PHASES = ("train_prover", "checkpoint")  # of self-play
 LIVE = SHOWN["live"]
@@ -74,7 +74,7 @@ class RunDisplay(Display):
         self._phase_began = self._began
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
         self._at_home: set[str] = set()
-        self._budgets: deque[dict[str, float]] = deque(maxlen=BUDGET_WINDOW)
+        self.samples: tuple[Sequence[Sample], str, float] = (), "", -math.inf  # solutions, their step, since when
 
     # --- what the run reports --------------------------------------------------------------------------------------
 
@@ -84,7 +84,6 @@ class RunDisplay(Display):
             self._phase_began = self._clock()
             self._marks.clear()
             self._marks.append((self._phase_began, info.done))
-            self._budgets.clear()
             self.newest.clear()
         resumed = f", {compact(info.done)} done before" if info.done else ""
         self.line(f"{self._place()} begins: {_total(info)}{resumed}")
@@ -93,8 +92,8 @@ class RunDisplay(Display):
         with self._lock:
             self.done = progress.done
             self._marks.append((self._clock(), progress.done))
-            if progress.budget:
-                self._budgets.append(dict(progress.budget))
+            if progress.samples and self._clock() - self.samples[2] >= SAMPLES_S:
+                self.samples = progress.samples, f"{self._place()}, step {progress.done}", self._clock()
             self.newest |= progress.metrics
             self.workers = progress.workers
             self._record(progress.metrics, self.info.phase if self.info else "")
@@ -185,11 +184,6 @@ class RunDisplay(Display):
         later = seconds_to_come(self.phase_seconds, place, self.phases, self.rounds, self.effort)
         return None if later is None else phase_eta + later
 
-    def budget(self) -> dict[str, float]:
-        """Mean seconds per step by part, over the last steps. The largest part is first, `unaccounted` last."""
-        totals = total_seconds(self._budgets)
-        return {part: seconds / len(self._budgets) for part, seconds in totals.items()}
-
     # --- lines -----------------------------------------------------------------------------------------------------
 
     def _progress_text(self) -> str:
@@ -222,9 +216,8 @@ class RunDisplay(Display):
     def render(self, width: int) -> RenderableType:
         inner = width - 4
         parts: list[RenderableType] = [self._header(), self._progress(), self._numbers(inner)]
-        budget = self.budget()
-        if budget:
-            parts.append(BudgetBar(budget, f"time per step {short_seconds(sum(budget.values()))}"))
+        if self.samples[0]:
+            parts.append(self._solutions(inner))
         if self.workers:
             parts.append(_workers(self.workers))
         if self.rounds_done:
@@ -235,7 +228,8 @@ class RunDisplay(Display):
             hint = "stopping; Ctrl-C again quits at once" if self.is_stopping else "Ctrl-C stops"
         else:
             hint = "stopping at the next commit point" if self.is_stopping else "Ctrl-C stops at a commit point"
-        return framed(parts, width, Text.assemble(("pvg ", "bold"), (self.run, "bold cyan")), hint, self.is_stopping)
+        title = Text.assemble(("pvg ", "bold"), (self.run, "bold cyan"))
+        return framed(parts, width, title, hint, self.is_stopping, tight=self._console.height < ROOMY)
 
     def _header(self) -> Table:
         """Round, phase, and the elapsed time."""
@@ -284,11 +278,31 @@ class RunDisplay(Display):
             Text(trend(name, list(self.series.get(name, ()))[-4 * width :], width), style=style),
         )
 
+    def _solutions(self, width: int) -> Table:
+        """What each role wrote, and the verdicts. A long text is cut in its middle, because it ends with the answer."""
+        samples, place, _ = self.samples
+        room = width - 10
+        table = Table.grid(expand=True, padding=(0, 1))
+        table.add_column(no_wrap=True, width=8)
+        table.add_column(no_wrap=True, ratio=1)
+        table.add_row("", Text(f"solutions of {place}", style=QUIET))
+        for each in samples:
+            verdict = f"{each.grade}, {'accepted' if each.accepted else 'refused'}, score {each.score:+.2f}"
+            question = shortened(one_line(each.question), room - len(verdict) - 2)
+            said = Text.assemble((question, QUIET), "  ", (verdict, "green" if each.grade == "correct" else "red"))
+            table.add_row(Text(each.role, style=HELPFUL if each.role == "helpful" else SNEAKY), said)
+            table.add_row("", Text(shortened(one_line(each.text), room)))
+        return table
+
     def _alerts(self) -> Text:
         name, message = self.alerts[-1]
         count = f"  ({len(self.alerts)} so far)" if len(self.alerts) > 1 else ""
         return Text.assemble(
-            ("▲ ", "yellow"), (name, "bold yellow"), (f"  {message}{count}", "yellow"), overflow="ellipsis"
+            ("▲ ", "yellow"),
+            (name, "bold yellow"),
+            (f"  {message}{count}", "yellow"),
+            no_wrap=True,
+            overflow="ellipsis",
         )
 
 

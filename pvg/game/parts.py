@@ -6,7 +6,7 @@ asks for no part whether it is there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32
+from pvg.telemetry.events import Sample
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
@@ -34,6 +35,7 @@ class Batches:
 
     metrics: dict[str, float]
     done: int
+    samples: Sequence[Sample] = ()  # of the newest batch
 
     @property
     def carried(self) -> int:

@@ -32,7 +32,7 @@ from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.telemetry.alerts import Alerts
-from pvg.telemetry.events import PhaseInfo
+from pvg.telemetry.events import PhaseInfo, Sample
 from pvg.telemetry.spans import span
 from pvg.training.batch import MinibatchSource, PolicyBatch, batch_of, groups_and_roles
 from pvg.training.credit import zero_signal_groups
@@ -142,7 +142,8 @@ class TrainingPhase:
         if whole_batch:
             self.stopped = self.stop_rule.observe(metrics)
         # Only the record of a batch's first step has the batch's metrics, so that readers count them once.
-        session.report_step(self.info, self.done, metrics if new_batch else of_step, whole=new_batch)
+        shown = metrics if new_batch else of_step
+        session.report_step(self.info, self.done, shown, whole=new_batch, samples=self.batches.samples)
         ends = self.stopped and not self.stop_rule.rewinds
         if whole_batch and self.stop_rule.honest and (session.due(self.done, self.info.total) or ends):
             await self._commit()
@@ -199,6 +200,7 @@ class GameBatches(Batches):
     audit: Audit
     done: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    samples: Sequence[Sample] = ()
 
     async def next_batch(self) -> PolicyBatch:
         session, players, number = self.session, self.session.players, self.done
@@ -224,6 +226,7 @@ class GameBatches(Batches):
             measured = partial(scored.metrics, *place, clock.counts, clock.seconds)
             session.ledger.keep(await players.off_loop(partial(scored.stored, self.scorer.version)))
             self.done += 1
+            self.samples = _first_of_each_role(scored, self.verifier.threshold)
             self.metrics = await players.off_loop(measured) | of_credit | of_groups | of_refill | clock.end()
         return batch
 
@@ -301,6 +304,17 @@ class GameBatches(Batches):
             credit.load_state(progress["credit"][seat])
         rest = {name: tensor for name, tensor in rest.items() if not name.startswith("scores.")}
         return rest, self.groups.load_state(progress["groups"])
+
+
+def _first_of_each_role(scored: ScoredGroups, threshold: float) -> list[Sample]:
+    first: dict[Role, Sample] = {}
+    for rollout, score in zip(scored.rollouts, scored.scores_N.tolist(), strict=True):
+        if rollout.role not in first:
+            grade = rollout.grade
+            word = "correct" if grade.correct else "wrong" if grade.well_formed else "malformed"
+            solution = Sample(rollout.role, rollout.question, rollout.solution, word, score, score >= threshold)
+            first[rollout.role] = solution
+    return [first[role] for role in Role if role in first]
 
 
 def _observed(

@@ -25,7 +25,7 @@ from pvg.seeds import draw_cyclic, seed_for
 from pvg.store.shards import columns_in_memory
 from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.alerts import Alert, verifier_at_chance
-from pvg.telemetry.events import Observer, PhaseInfo, Progress
+from pvg.telemetry.events import Observer, PhaseInfo, Progress, Sample
 from pvg.telemetry.spans import SHORTEST_SPAN_S, StepBudget, Tracer, add_seconds, span, trained_seconds
 
 if TYPE_CHECKING:
@@ -106,7 +106,15 @@ class Session:
         """Charge the time since the previous phase's last step to this phase, not to its first step."""
         add_seconds(self._outside_steps, self._close_budget().exposed)
 
-    def report_step(self, info: PhaseInfo, done: int, metrics: Mapping[str, float], *, whole: bool = True) -> None:
+    def report_step(
+        self,
+        info: PhaseInfo,
+        done: int,
+        metrics: Mapping[str, float],
+        *,
+        whole: bool = True,
+        samples: Sequence[Sample] = (),
+    ) -> None:
         """Close the step's time budget; report to the observer, the metrics file, the spans file and the sinks. A step
         that is not `whole` omits metrics that an earlier step reported and that are still valid."""
         budget = self._close_budget()
@@ -123,7 +131,7 @@ class Session:
             if self.monitoring is not None:
                 self.monitoring.step(info.round, info.phase, done, recorded, budget.exposed, budget.busy, whole=whole)
             workers = self.monitoring.workers if self.monitoring is not None else {}
-            self.observer.progressed(Progress(done, recorded, budget.exposed, workers))
+            self.observer.progressed(Progress(done, recorded, workers, samples))
 
     def _log_idle(self, info: PhaseInfo, done: int, budget: StepBudget) -> float:
         """The share of the step's time in which the trainer did not train. Logs it."""

@@ -168,14 +168,26 @@ class PhaseInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """A solution of the newest batch, to show. `grade`: correct, wrong or malformed. `accepted`: by the verifier."""
+
+    role: str
+    question: str
+    text: str
+    grade: str
+    score: float
+    accepted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
-    """`done` units of the phase, the newest metrics, the seconds by part of the step that just ended, and the newest
-    metrics of the worker processes."""
+    """`done` units of the phase, the newest metrics, those of the worker processes, and the first solution of each
+    role in the newest batch."""
 
     done: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-    budget: Mapping[str, float] = field(default_factory=dict)
     workers: Mapping[str, float] = field(default_factory=dict)
+    samples: Sequence[Sample] = ()
 
 
 class Observer(Protocol):

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from run_samples import played
 
 from pvg.reporting.run_summary import read_run
-from pvg.telemetry.events import PhaseInfo, Progress
+from pvg.telemetry.events import PhaseInfo, Progress, Sample
 from pvg_cli.run_display import RunDisplay
 
 
@@ -82,6 +82,12 @@ def test_a_resumed_run_recalls_its_rounds_and_lines(tmp_path: Path) -> None:
     assert state.alerts == [("collapse", "It fell.")]
 
 
+SAMPLES = (
+    Sample("helpful", "7+5+8+3+6?", "7+5=2;2+8=0;0+3=3;3+6=9;A9", "correct", 3.25, True),
+    Sample("sneaky", "How many\n" * 90, "Step\x1b[31m by\nstep " * 40 + "A8", "wrong", -1.5, False),
+)
+
+
 def full_display() -> RunDisplay:
     state, clock = display()
     for phase in ("mint", "train_verifier", "train_prover"):
@@ -89,13 +95,13 @@ def full_display() -> RunDisplay:
         for number in (1, 2):
             clock.now += 1.0
             metrics = {"helpful_accuracy": 0.5, "verifier_auc": 0.9, "score_gap": -12.345, "tokens_per_s": 123456.0}
-            state.progressed(Progress(1000 * number, metrics, {f"part{part}": 0.1 for part in range(9)}))
+            state.progressed(Progress(1000 * number, metrics))
         state.phase_finished(info(phase, 2000), {})
     state.round_finished(0, {"helpful_accuracy": 1.0, "verifier_auc": 0.999, "base_helpful_accuracy": 0.5})
     state.alerted("goodharting", "word " * 40)
     state.phase_started(info("train_prover", 2000, round_=1))
     clock.now += 1.0
-    state.progressed(Progress(700, {"helpful_accuracy": 0.5}, {"rollout": 0.1}))
+    state.progressed(Progress(700, {"helpful_accuracy": 0.5}, samples=SAMPLES))
     return state
 
 
@@ -105,6 +111,22 @@ def test_the_panel_is_a_whole_rectangle() -> None:
         assert {len(line) for line in lines} == {width}
         assert lines[0].startswith("╭─ pvg modchain-2")
         assert lines[-1].endswith("╯")
+
+
+def test_the_panel_shows_a_solution_of_each_role_and_keeps_it_for_a_while() -> None:
+    state, clock = display()
+    state.phase_started(info("train_prover", 60))
+    state.progressed(Progress(1, samples=SAMPLES))
+    clock.now += 1.0
+    state.progressed(Progress(2, samples=SAMPLES[:1]))
+    for width in (78, 118):
+        text = "\n".join(drawn(state, width))
+        for said in ("7+5=2;2+8=0;0+3=3;3+6=9;A9", "correct, accepted", "wrong, refused", "A8", "step 1"):
+            assert said in text
+        assert "\x1b" not in text
+    clock.now += 10.0
+    state.progressed(Progress(3, samples=SAMPLES[:1]))
+    assert "refused" not in "\n".join(drawn(state, 78))
 
 
 def test_the_panel_shows_right_verdicts_of_a_verifier_that_has_no_pairs() -> None:
@@ -135,7 +157,7 @@ def test_the_panel_survives_a_run_that_tells_it_much_while_it_draws() -> None:
         painter.start()
         for number in range(100):
             shown.phase_started(info(("mint", "train_prover")[number % 2], 10))
-            shown.progressed(Progress(number % 10, {f"metric{number}": 1.0}, {f"part{number}": 1.0}))
+            shown.progressed(Progress(number % 10, {f"metric{number}": 1.0}, samples=SAMPLES))
             shown.round_finished(number, {"helpful_accuracy": 0.5})
         shown.noticed("a notice")
         finished.set()
