@@ -12,9 +12,9 @@ from pvg.bench.compare import RatioInterval, beside_text, gains, headline_of, me
 from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.workloads import WALL
 from pvg.errors import counted
-from pvg.reporting.formats import duration, sample_seconds, sparkline
+from pvg.reporting.formats import duration, sparkline
 from pvg.reporting.table import Column, Table, TableCell
-from pvg.reporting.terminal import QUIET, BudgetBar, section
+from pvg.reporting.terminal import QUIET, parts_table, section
 from pvg_cli.output import next_commands
 
 BETTER = {"lower": "↓", "higher": "↑"}
@@ -52,8 +52,8 @@ def one_variant(variant: Variant) -> list[RenderableType]:
         return [Text(), Text(f"Failed without a measurement: {variant.reason}", style="red")]
     parts = section("Measured", samples_table(variant))
     assert variant.budget is not None
-    each = variant.budget.wall_s / variant.budget.steps
-    parts += section("Time budget", BudgetBar(variant.budget.exposed, f"{sample_seconds(each)} per sample"))
+    each = {part: seconds / variant.budget.steps for part, seconds in variant.budget.exposed.items()}
+    parts += section("Time budget of a sample", parts_table(each, {}, {}))
     if variant.derived:
         columns = [Column(), Column("", "right", "strong")]
         rows = [(name, number(value)) for name, value in variant.derived.items()]

@@ -173,7 +173,6 @@ def line_chart(
     *,
     unit: str = "",
     zero: bool = False,
-    log: bool = False,
     references: Sequence[ReferenceLine] = (),
     note: str = "",
     whole: bool = True,
@@ -195,7 +194,7 @@ def line_chart(
         if more_intervals and not note:
             note = "Each point is the mean of neighbouring values; the band is their range."
     shares = style == "share" and whole and all(0 <= value <= 1 for line in lines for value in line.values)
-    y = {"style": style, "zero": zero, "scale": "log" if log else "", "range": [0, 1] if shares else None}
+    y = {"style": style, "zero": zero, "range": [0, 1] if shares else None}
     ends = ", ".join(f"{line.name} ends at {value_text(style, line.values[-1])}" for line in lines)
     return _figure(title, x, y, series, unit, note, ends, intervals=intervals, references=list(map(list, references)))
 

@@ -44,13 +44,7 @@ from pvg.reporting.formats import (
     phase_label,
     value_text,
 )
-from pvg.reporting.run_sections import (
-    learning_section,
-    machine_parts,
-    rounds_section,
-    scores_section,
-    throughput_charts,
-)
+from pvg.reporting.run_sections import learning_section, machine_parts, rounds_section, scores_section
 from pvg.reporting.run_summary import RunState, RunSummary, base_metrics, read_run, state_word
 from pvg.reporting.solutions import Example, RoundScores, round_scores, shown_solution, solution_pairs, threshold_of
 from pvg.reporting.table import (
@@ -118,7 +112,7 @@ def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
 
 
 def run_page(data: RunData, now: Sequence[object] = (), kind: PageKind | None = None) -> str:
-    """The whole page. `pvg watch` adds `now`, where the run is, below the title, and has its own `kind`."""
+    """The whole page. `pvg view --live` adds `now`, where the run is, below the title, and has its own `kind`."""
     kind = kind or PageKind(links=((data.rollouts, "All rollouts"),) if data.rollouts else ())
     title, *rest = _header(data)
     return page(f"{data.summary.name}: pvg report", [title, *now, *rest], _sections(data), kind)
@@ -261,10 +255,7 @@ def performance_section(summary: RunSummary) -> PageSection:
             chart.marks(budget_marks(budget, sum(budget.values()))),
             elements.details("Time by part, phase and step", [parts, *by_phase, *_budget_charts(summary)]),
         ]
-    body += [
-        elements.details("Throughput", [elements.grid(throughput_charts(summary))]),
-        elements.details("Machine", machine_parts(summary)),
-    ]
+    body.append(elements.details("Machine", machine_parts(summary)))
     return PageSection("performance", "Performance", body, _lead(summary, budget) if budget else "")
 
 

@@ -1,9 +1,7 @@
-"""Sections of a run's page: rounds, learning curves, scores, throughput and the machine. Their charts are data."""
+"""Sections of a run's page: rounds, learning curves, scores and the machine. Their charts are data."""
 
 from __future__ import annotations
 
-import itertools
-import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +17,6 @@ from pvg.reporting.charts import (
     VERIFIER,
     WINDOW,
     ChartLine,
-    Point,
     ReferenceLine,
     RoundAxis,
     StepAxis,
@@ -28,17 +25,14 @@ from pvg.reporting.charts import (
     mirrored_histogram,
 )
 from pvg.reporting.formats import NumberStyle, duration, metric_display, percent
-from pvg.reporting.run_summary import WORKER, RunSummary, SamplerReading
+from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.solutions import RoundScores
 from pvg.reporting.table import PageSection, elements
 from pvg.reporting.terminal import judgements, machine_facts, outcome, rounds_table
 
 WARMUP = "warmup"
 BINS = 32
-GPU = re.compile(r"gpu(\d+)_(.+)")
-MOST_LINES = 8  # of a chart; more workers are shown as a range
 MOST_CHANGES = 20  # of the number of workers
-LEAST_PAUSE = 60.0  # seconds; a longer silence of the sampler is a pause of the run
 
 
 class ChartOf(NamedTuple):
@@ -51,7 +45,6 @@ class ChartOf(NamedTuple):
     zero: bool = False
     at: Sequence[ReferenceLine] = ()
     whole: bool = True
-    log: bool = False
 
 
 class MetricAxis(Protocol):
@@ -67,20 +60,8 @@ def _charts(rows: Sequence[dict[str, Any]]) -> tuple[ChartOf, ...]:
 
 
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-BY_ROUND, DEVICE, GPU_CHARTS = (_charts(_DATA[name]) for name in ("by_round", "device", "gpu"))
-# By phase.
-LEARNING, THROUGHPUT = (
-    {phase: _charts(rows) for phase, rows in _DATA[name].items()} for name in ("learning", "throughput")
-)
-DASHES = ("", "dashed", "dotted")
-LAG = ChartOf(
-    "Lag, logarithmic scale",
-    "lag_p50_s quantile-0, lag_p90_s quantile-1 dashed, lag_p99_s quantile-2, lag_max_s trouble-1 dotted",
-    "seconds",
-    log=True,
-)
-WORKERS = ChartOf("Workers that are ready", "up ink", zero=True)
-BUSY = "busy_most quantile-2 dashed, busy ink, busy_least quantile-0 dotted"
+BY_ROUND = _charts(_DATA["by_round"])
+LEARNING = {phase: _charts(rows) for phase, rows in _DATA["learning"].items()}
 
 
 def drawn(axis: MetricAxis, charts: Iterable[ChartOf], extra: Mapping[str, ChartLine] | None = None) -> list[Markup]:
@@ -99,7 +80,6 @@ def _chart(axis: MetricAxis, of: ChartOf, more: Sequence[ChartLine]) -> Markup:
         zero=of.zero,
         references=of.at,
         whole=of.whole,
-        log=of.log,
     )
 
 
@@ -148,8 +128,7 @@ def _warmup_charts(summary: RunSummary) -> list[Markup]:
 
 def _other_charts(steps: StepAxis) -> list[Markup]:
     """One chart for each metric of the steps that no other chart shows."""
-    charts = (*LEARNING[steps.phase], *THROUGHPUT[steps.phase])
-    elsewhere = {line.split()[0] for of in charts for line in of.lines.split(",")}
+    elsewhere = {line.split()[0] for of in LEARNING[steps.phase] for line in of.lines.split(",")}
     names = {name for found in steps.rounds.values() for step in found for name in step.metrics}
     colour, unit = ("ink", "prover") if steps.phase == PROVER else ("verifier", "verifier")
     return [
@@ -162,10 +141,6 @@ def _other_charts(steps: StepAxis) -> list[Markup]:
         )
         for name in sorted(names - elsewhere)
     ]
-
-
-def throughput_charts(summary: RunSummary) -> list[Markup]:
-    return [chart for phase, of in THROUGHPUT.items() for chart in drawn(StepAxis(summary.steps, phase), of)]
 
 
 def scores_section(scores: list[RoundScores]) -> PageSection:
@@ -208,77 +183,9 @@ def _accepted(found: RoundScores) -> str:
 # --- machine -----------------------------------------------------------------------------------------------------
 
 
-class ReadingClock:
-    """The times of readings as an x axis, without the pauses between two processes."""
-
-    def __init__(self, readings: Sequence[SamplerReading]) -> None:
-        self.readings = readings
-        times = [reading.time for reading in readings]
-        apart = sorted(b - a for a, b in itertools.pairwise(times)) or [1.0]
-        self.places, self.breaks = without_gaps(times, max(LEAST_PAUSE, 10 * apart[len(apart) // 2]))
-
-    def across(self) -> XAxis:
-        label = "since the first reading" + (", pauses left out" if self.breaks else "")
-        return XAxis(0.0, self.places[-1] or 1.0, label, style="seconds")
-
-    def line(self, metric: str, name: str, style: str, dash: str = "") -> ChartLine:
-        pieces: list[list[Point]] = [[]]
-        for index, (place, reading) in enumerate(zip(self.places, self.readings, strict=True)):
-            if index in self.breaks:
-                pieces.append([])
-            if metric in reading.metrics:
-                pieces[-1].append((place, reading.metrics[metric]))
-        return ChartLine(name, [piece for piece in pieces if piece], style, dash)
-
-    def numbers(self, pattern: re.Pattern[str]) -> list[int]:
-        """The numbers of devices or workers in the names of metrics."""
-        names = {name for reading in self.readings for name in reading.metrics}
-        return sorted({int(match[1]) for name in names if (match := pattern.fullmatch(name))})
-
-
-def without_gaps(times: Sequence[float], longest: float) -> tuple[list[float], list[int]]:
-    """Seconds since the first of the sorted `times` without pauses above `longest`, and the index after each pause.
-
-    A run that stopped in the evening and resumed in the morning should not show the night.
-    """
-    places: list[float] = []
-    breaks: list[int] = []
-    skipped = 0.0
-    for index, time in enumerate(times):
-        if index and time - times[index - 1] > longest:
-            skipped += time - times[index - 1] - longest
-            breaks.append(index)
-        places.append(time - times[0] - skipped)
-    return places, breaks
-
-
 def machine_parts(summary: RunSummary) -> list[Markup]:
-    """Facts, and charts of the device, of the workers and of event-loop lag over time."""
-    body: list[Markup] = [elements.facts(machine_facts(summary))]
-    if summary.device:
-        clock = ReadingClock(summary.device)
-        body.append(elements.grid(drawn(clock, [*DEVICE, *_gpu_charts(clock.numbers(GPU))])))
-    if summary.workers:
-        clock = ReadingClock(summary.workers)
-        each = [f"w{n}_busy run-{n % 6}" for n in clock.numbers(WORKER)]
-        lines = ", ".join(each) if 0 < len(each) <= MOST_LINES else BUSY
-        busy = ChartOf("Busy: share of the time", lines, "share")
-        charts = drawn(clock, [*([WORKERS] if summary.scaling else []), busy])
-        body += [elements.subheading("Workers"), elements.grid(charts)]
-        body.append(elements.notes(_scaling_notes(summary)))
-    if summary.loop:
-        body += [elements.subheading("Event loop"), elements.grid(drawn(ReadingClock(summary.loop), [LAG]))]
-    return body
-
-
-def _gpu_charts(numbers: Sequence[int]) -> list[ChartOf]:
-    """A colour for each GPU, and a dash for each measure."""
-    found = []
-    for of in GPU_CHARTS if numbers else ():
-        measures = list(zip(of.lines.split(", "), DASHES, strict=False))
-        lines = [f"{m.replace('GPU', f'gpu{n}')} run-{n % 6} {dash}" for n in numbers for m, dash in measures]
-        found.append(of._replace(lines=", ".join(lines)))
-    return found
+    """Facts of the device, of the workers and of event-loop lag, and each change of the number of workers."""
+    return [elements.facts(machine_facts(summary)), elements.notes(_scaling_notes(summary))]
 
 
 def _scaling_notes(summary: RunSummary) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
-"""Rich renderables of a run: tables, the time budget, example solutions. They show the data of a `RunSummary`.
+"""Rich renderables of a run: tables and example solutions. They show the data of a `RunSummary`.
 
-The live display uses the same rounds table and budget bar, so a run looks the same while it plays and afterwards.
+The live display uses the same rounds table, so a run looks the same while it plays and afterwards.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -22,18 +20,15 @@ from rich.text import Text
 from pvg.errors import counted
 from pvg.evaluation.intervals import change_point, wilson
 from pvg.reporting.formats import (
-    HOME_PHASES,
     SHOWN,
     BudgetPart,
     duration,
     in_order,
-    metric_display,
     metric_text,
     peak_memory_texts,
     percent,
     phase_label,
     short_seconds,
-    trend,
     value_text,
 )
 from pvg.reporting.run_summary import (
@@ -47,7 +42,6 @@ from pvg.reporting.run_summary import (
 )
 from pvg.reporting.table import Column, LegendKey, Table, TableCell
 from pvg.telemetry.catalogue import REMEDIES
-from pvg.telemetry.spans import UNACCOUNTED
 
 if TYPE_CHECKING:
     from pvg.reporting.solutions import Example
@@ -60,9 +54,6 @@ ROUND_COLUMNS = {
     name: Column(title, "right", style, short, on) for name, title, style, short, on in TERMINAL["round_columns"]
 }
 FEW = 30  # solutions; numbers of fewer are greyed
-SMALL_PART = 0.005  # of the whole
-# The characters of the parts in a bar without colours.
-SHADES = "█▒▓░"
 
 
 def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
@@ -175,52 +166,6 @@ def judgements(summary: RunSummary) -> list[str]:
     return found
 
 
-class BudgetBar:
-    """Seconds by part as one stacked bar with its legend below. A part has the colour of its family of work."""
-
-    def __init__(self, budget: Mapping[str, float], caption: str = "") -> None:
-        self.budget = merge_small({part: seconds for part, seconds in budget.items() if seconds > 0})
-        self.caption = caption
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self.caption:
-            yield Text(self.caption, style=QUIET, no_wrap=True, overflow="ellipsis")
-        total = sum(self.budget.values())
-        if total <= 0:
-            return
-        plain = console.no_color or console.color_system is None
-        colours = part_colours(self.budget)
-        edges = [round(options.max_width * so_far / total) for so_far in accumulate(self.budget.values(), initial=0.0)]
-        bar, legend = Text(), []
-        for place, (part, seconds) in enumerate(self.budget.items()):
-            glyph = SHADES[place % len(SHADES)] if plain else "━"
-            bar.append(glyph * (edges[place + 1] - edges[place]), colours[part])
-            name, share = part.replace("_", " "), percent_short(seconds / total)
-            legend.append(Text.assemble((glyph, colours[part]), (f" {name} ", QUIET), share))
-        yield bar
-        yield Columns(legend, padding=(0, 2))
-
-
-def merge_small(budget: Mapping[str, float]) -> dict[str, float]:
-    """Parts below half a percent as one part, because no bar can show them. Unaccounted time stays separate, last."""
-    least = SMALL_PART * sum(budget.values())
-    small = [part for part, seconds in budget.items() if seconds < least and part != UNACCOUNTED]
-    if len(small) < 2:
-        return dict(budget)
-    merged = {part: seconds for part, seconds in budget.items() if part not in (*small, UNACCOUNTED)}
-    merged["other"] = sum(budget[part] for part in small)
-    return merged | {part: seconds for part, seconds in budget.items() if part == UNACCOUNTED}
-
-
-def part_colours(parts: Iterable[str]) -> dict[str, str]:
-    """A colour for each part of a budget, by its family; unaccounted time is grey."""
-    colours = {}
-    for part in in_order([*parts, UNACCOUNTED]):
-        shades = SHOWN["family_colours"][part.family]
-        colours[part.name] = shades[part.shade % len(shades)]
-    return colours
-
-
 def percent_short(share: float) -> str:
     return "<1%" if 0 < share < 0.005 else f"{100 * share:.0f}%"
 
@@ -229,7 +174,7 @@ def percent_short(share: float) -> str:
 
 
 def report(summary: RunSummary, examples: Sequence[Example], *, state: RunState | None = None) -> Group:
-    """Everything that `pvg report` prints, in order, without empty parts; the page has more. `state`: of the run
+    """Everything that `pvg view` prints, in order, without empty parts; the page has more. `state`: of the run
     (`state_word`)."""
     parts: list[RenderableType] = [headline(summary, state)]
     if summary.alerts:
@@ -238,11 +183,6 @@ def report(summary: RunSummary, examples: Sequence[Example], *, state: RunState 
         parts += section("Rounds", Group(rounds_with_outcome(summary.rounds), *map(Text, judgements(summary))))
     if examples:
         parts += section("Example solutions", examples_list(examples))
-    if summary.steps:
-        parts += section("Metrics, step by step", metrics_table(summary))
-    if summary.budget:
-        caption = f"{duration(sum(summary.budget.values()))} over all steps"
-        parts += section("Time budget", BudgetBar(summary.budget, caption))
     if summary.warnings:
         parts += section("Warnings about the settings", Text("\n".join(summary.warnings), style="yellow"))
     if summary.notes:
@@ -275,20 +215,6 @@ def headline(summary: RunSummary, state: RunState | None = None) -> Text:
         "  ",
         (word, {"good": "green", "warn": "yellow", "bad": "red"}[kind]),
     )
-
-
-def metrics_table(summary: RunSummary) -> Table:
-    titles = ("first", "last", "lowest", "highest")
-    columns = [Column(), *(Column(title, "right", wrap=False) for title in titles)]
-    table = Table([*columns, Column("over the steps", style="verifier", wrap=False)])
-    for name in TERMINAL["key_metrics"]:
-        values = summary.series(name, HOME_PHASES.get(name)) or summary.series(name)
-        if values:
-            ends = (values[0], values[-1], min(values), max(values))
-            table.add(
-                metric_display(name).label, *(metric_text(name, value) for value in ends), trend(name, values, 24)
-            )
-    return table
 
 
 NOTEWORTHY = 2e-3  # share of the time; less overlap than this gets no columns

@@ -181,7 +181,7 @@ def test_a_report_names_a_shard_that_is_no_file_and_shows_the_rest(put: Callable
     assert called.code == 0, called.err
     assert "warning: " in called.err
     assert any(str(shard) in called.err for shard in shards)
-    assert "helpful accuracy" in called.out
+    assert "87.5 %" in called.out
     assert "rollouts.html" not in called.out
     assert pvg("runs").code == 0
 

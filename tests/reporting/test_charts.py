@@ -26,16 +26,9 @@ from pvg.reporting.charts import (
     stacked_chart,
 )
 from pvg.reporting.run_page import collect, run_page
-from pvg.reporting.run_sections import without_gaps
 from pvg.reporting.run_summary import read_run
 
 ACROSS = XAxis(0.0, 4.0)
-
-
-def test_pauses_are_left_out_and_told() -> None:
-    places, breaks = without_gaps([0.0, 5.0, 10.0, 9_010.0, 9_015.0], 60.0)
-    assert places == [0.0, 5.0, 10.0, 70.0, 75.0]
-    assert breaks == [3]
 
 
 def test_a_chart_without_values_is_empty() -> None:

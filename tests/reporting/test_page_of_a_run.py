@@ -63,7 +63,6 @@ def test_what_a_model_wrote_is_text_and_nothing_else(tmp_path: Path) -> None:
 
 def test_device_loop_overlap_and_processes_are_shown(tmp_path: Path) -> None:
     page = check(page_of(telemetered(tmp_path)))
-    assert "Event loop" in page.text
     assert "longest 300 ms" in page.text
     assert "GPU 0 in use, mean 75.0 %" in page.text
     assert "hidden" in page.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-import pytest
 from page_checks import check
 from rich.console import Console, RenderableType
 from run_samples import played, tell
@@ -14,7 +13,7 @@ from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.solutions import choose_examples
 from pvg.reporting.table import TableCell
-from pvg.reporting.terminal import alerts_list, merge_small, outcome, report, rounds_table
+from pvg.reporting.terminal import alerts_list, outcome, report, rounds_table
 from pvg.telemetry.catalogue import REMEDIES
 
 
@@ -43,7 +42,7 @@ def test_what_to_do_about_an_alert_is_said_once_per_kind(tmp_path: Path) -> None
 def test_a_report_has_all_its_parts_and_stays_within_the_width(tmp_path: Path) -> None:
     run = played(tmp_path)
     text = printed(report(read_run(run), choose_examples(run)))
-    places = [text.index(part) for part in ("Alerts (1)", "Rounds", "Example solutions", "Metrics", "Time budget")]
+    places = [text.index(part) for part in ("Alerts (1)", "Rounds", "Example solutions")]
     assert places == sorted(places)
     assert "87.5 %" in text
     assert "score +2.50" in text
@@ -57,14 +56,6 @@ def test_a_report_has_the_critic_beside_the_judge(tmp_path: Path) -> None:
     tell(run, {"kind": "phase", "round": 0, "phase": "mint", "seconds": 3.0, "metrics": metrics})
     for text in (printed(report(read_run(run), [])), check(run_page(collect(run, read_run(run), 0))).text):
         assert all(number in text for number in ("0.72", "0.80", "-0.08", "-0.12", "-0.04"))
-
-
-def test_small_parts_are_merged_and_nothing_is_lost() -> None:
-    budget = {"rollout": 90.0, "a": 0.1, "b": 0.2, "c": 9.0, "unaccounted": 0.1}
-    merged = merge_small(budget)
-    assert list(merged) == ["rollout", "c", "other", "unaccounted"]
-    assert sum(merged.values()) == pytest.approx(sum(budget.values()))
-    assert merge_small({"rollout": 99.0, "a": 0.1}) == {"rollout": 99.0, "a": 0.1}
 
 
 FIRST = {

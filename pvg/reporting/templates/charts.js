@@ -30,13 +30,12 @@
 
   // --- one chart
   const ends = (spec, stack) => {
-    const { range, zero, scale } = spec.y;
+    const { range, zero } = spec.y;
     if (range) return range;
     const all = [...stack.flat(), ...(spec.intervals || []).flatMap((one) => [...one.low, ...one.high]), ...(spec.references || []).map((one) => one[0])];
-    const known = all.filter((v) => v !== null && v !== undefined && (scale !== "log" || v > 0));
+    const known = all.filter((v) => v !== null && v !== undefined);
     let low = Math.min(...known, ...(zero ? [0] : [])), high = Math.max(...known, ...(zero ? [0] : []));
     if (low === high) [low, high] = [zero || !low ? low : low - Math.abs(low) / 2, high + (Math.abs(high) / 2 || 1)];
-    if (scale === "log") return [10 ** Math.floor(Math.log10(low)), 10 ** Math.max(Math.floor(Math.log10(low)) + 1, Math.ceil(Math.log10(high)))];
     return uPlot.rangeNum(low, high, 0.1, true);
   };
   // Heights of stacked series: values above and below 0 are added apart.
@@ -119,7 +118,6 @@
     const up = { ...axis, size: 56, values: (u, places) => places.map((v) => v === null ? null : (tick[y.style] || compact)(v)) };
     if (y.style === "bytes") up.incrs = Array.from({ length: 60 }, (_, power) => 2 ** power);
     if (y.scale === "asinh") up.splits = (u, _, low, high) => [0, 10, 100, 1e3, 1e4, 1e5].flatMap((v) => v ? [v, -v] : [v]).filter((v) => v >= low && v <= high).sort((a, b) => a - b);
-    if (y.scale === "log") up.splits = (u, _, low, high) => Array.from({ length: 30 }, (_, power) => 10 ** (power - 12)).filter((v) => v >= low * 0.99 && v <= high * 1.01);
     const one = (series, number) => ({
       label: series.name,
       class: series.look === "faint" ? "faint" : null,
@@ -135,7 +133,7 @@
       width, height: spec.stacked ? 230 : 190,
       scales: {
         x: { time: false, range: (u, low, high) => low === u.data[0][0] && high === u.data[0].at(-1) ? [x.low, x.high] : [low, high] },
-        y: { range: () => limits, distr: { log: 3, asinh: 4 }[y.scale] || 1, asinh: 1 },
+        y: { range: () => limits, distr: y.scale === "asinh" ? 4 : 1, asinh: 1 },
       },
       axes: [across, up],
       series: [{ label: x.label || "x", value: where(x) }, ...order.map(one)],
@@ -148,7 +146,7 @@
     const spec = JSON.parse(box.dataset.chart), width = box.clientWidth;
     box.plot?.destroy();
     const order = spec.stacked ? [...spec.series].reverse() : spec.series;
-    const stack = spec.stacked ? heights(spec.series).reverse() : order.map((one) => spec.y.scale === "log" ? one.y.map((v) => v > 0 ? v : null) : one.y);
+    const stack = spec.stacked ? heights(spec.series).reverse() : order.map((one) => one.y);
     const data = spec.stacked ? [order[0].x, ...stack] : uPlot.join(order.map((one, at) => [one.x, stack[at]]));
     box.plot = new uPlot(options(spec, order, ends(spec, stack), width), data, box);
   };
