@@ -11,15 +11,15 @@ from pvg.errors import EXIT_CHECK_FAILED, UsageError, user_paths
 from pvg_cli import write_utf8
 from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, JsonOption, check_output, write_output
-from pvg_cli.report import report
+from pvg_cli.report import opened, place_of_page, show_runs
 
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The report before a change (JSON of pvg bench), or a run.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The report after the change, or another run.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A run, or the report before a change (JSON of pvg bench).")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another run, or the report after the change.")],
     fail_above: Annotated[
         str | None,
         typer.Option(
@@ -37,16 +37,17 @@ def compare(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare two benchmark reports: which metrics are better or worse in B than in A? Or two runs, as
-    `pvg report A B` does.
+    """Compare two runs: their rounds and settings side by side, here and on one page, report.html in this folder. Or
+    two benchmark reports: which metrics are better or worse in B than in A?
 
-    The table shows ratios of medians with bootstrap intervals, which are adjusted for the number of metrics, and the
-    p value of a rank test.
+    The table of benchmark reports shows ratios of medians with bootstrap intervals, which are adjusted for the number
+    of metrics, and the p value of a rank test.
     """
     if _is_run(a) and _is_run(b):
         if fail_above is not None or markdown is not None:
             raise UsageError("--fail-above and --markdown are for reports of pvg bench.", "Leave them out.")
-        report([str(a), str(b)], as_json=as_json)
+        both = opened([str(a), str(b)], Path("runs"))
+        show_runs(both, place_of_page(both), as_json)
         return
     from pvg.bench.compare import compare_reports
     from pvg_cli.compare_table import MARKDOWN_MARK, comparison_text, failure_line, markdown_text

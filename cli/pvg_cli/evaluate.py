@@ -75,7 +75,7 @@ def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_
     from pvg.evaluation.report import REPORT_FILE
     from pvg.reporting.evaluation import evaluation_tables
     from pvg_cli.output import stdout
-    from pvg_cli.runs import report_command
+    from pvg_cli.runs import view_command
 
     stopped = outcome.status == "interrupted"
     if as_json:
@@ -85,7 +85,7 @@ def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_
     else:
         stdout().print(evaluation_tables(outcome.report))
         say(f"\nNumbers: {run.evaluation / REPORT_FILE}")
-        say(f"To make the page: {report_command(run)}")
+        say(f"To make the page: {view_command(run)}")
         if stopped:
             say(f"Stopped. To resume: {again}")
     if stopped:

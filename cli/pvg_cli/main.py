@@ -1,8 +1,7 @@
 """The `pvg` command. A command's module is imported when it is called, and heavy packages when it runs.
 
 pvg train            play the embedded game on the CPU
-pvg report RUN       show the results of a run
-pvg watch RUN        follow a run in a browser while it trains
+pvg view             look at the newest run, while it plays or afterwards
 pvg study NAME       play several experiments with several seeds, and compare them
 """
 

@@ -1,12 +1,12 @@
-"""`pvg report RUN|REPORT...`: show runs, complete or not, or benchmark reports.
+"""`pvg report RUN|REPORT...`: show runs, complete or not, or benchmark reports, and write their pages to a file.
 
-Prints a summary, and writes HTML pages that need no network: the report, and for one run also all its solutions.
+`pvg view` shows one run in the same way.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Read = TypeVar("Read")
 PAGE = Path("report.html")  # in the current folder; for several runs
-ELSEWHERE = "Write the page elsewhere with --html FILE, or leave it out with --no-html."
+EXAMPLES = 2  # solutions per role
 
 
 def report(
@@ -37,7 +37,9 @@ def report(
         ),
     ],
     runs: RunsOption = Path("runs"),
-    examples: Annotated[int, typer.Option("--examples", min=0, help="The number of example solutions per role.")] = 2,
+    examples: Annotated[
+        int, typer.Option("--examples", min=0, help="The number of example solutions per role.")
+    ] = EXAMPLES,
     html: Annotated[
         Path | None,
         typer.Option(
@@ -50,7 +52,7 @@ def report(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show runs on the terminal and as one HTML page: curves, scores, solutions, time, machine and settings.
+    """Write the page of a run to a file, or one page of several runs, and show them here.
 
     One run has a second page, rollouts.html, to search and filter all its solutions. Both pages open without a network.
     Several runs share one page, with their curves in the same plots and a table of differences. Reports of pvg bench
@@ -61,7 +63,7 @@ def report(
     with user_paths():
         reports = [Path(target) for target in targets if Path(target).is_file()]
         if html is not None and html.is_dir():
-            raise UsageError(f"The page {html} cannot be written: it is a folder.", ELSEWHERE)
+            raise UsageError(f"The page {html} cannot be written: it is a folder.", "Give a file: --html FILE")
     if reports and len(reports) < len(targets):
         raise UsageError("Runs and benchmark reports cannot be shown together.", "Give either runs or reports.")
     if reports and html is not None:
@@ -69,32 +71,37 @@ def report(
     if reports:
         _show_reports(reports, as_json)
         return
-    directories = _open(targets, runs)
-    several = len(directories) > 1
-    page = None
-    if not no_html:
-        page = html or own_page(PAGE if several else directories[0].report)
-        _refuse_foreign(page, directories)
-    if several:
-        _show_runs(directories, page, as_json)
+    directories = opened(targets, runs)
+    page = None if no_html else place_of_page(directories, html)
+    if len(directories) > 1:
+        show_runs(directories, page, as_json)
     else:
-        _show_run(directories[0], examples, page, as_json)
+        show_run(directories[0], page, as_json, examples)
 
 
-def own_page(page: Path) -> Path:
+def own_page(page: Path, remedy: str = "Move it away.") -> Path:
     """`page`, whose name pvg has chosen. Raises StateError for a link, a FIFO, a socket or a device, to which
     `write_page` writes if the user names it: to open a FIFO waits for its reader."""
     if page.is_symlink() or (page.exists() and not page.is_file() and not page.is_dir()):
-        raise StateError(f"{page} is not a regular file.", f"Move it away. {ELSEWHERE}")
+        raise StateError(f"{page} is not a regular file.", remedy)
     return page
 
 
+def _elsewhere(runs: Sequence[RunDirectory]) -> str:
+    """What to type if the page cannot be written where it belongs. `pvg view` and `pvg compare` say it too."""
+    command = " ".join(["pvg report", *(run.argument for run in runs)])
+    return f"Write the page elsewhere: {command} --html FILE. Or write none: {command} --no-html"
+
+
 @user_paths()
-def _refuse_foreign(page: Path, runs: list[RunDirectory]) -> None:
-    """Raises UsageError for a page that pvg did not write. In the folder of a run, every page is pvg's."""
+def place_of_page(runs: Sequence[RunDirectory], html: Path | None = None) -> Path:
+    """The file of the page. Raises UsageError if pvg did not write that file. In the folder of a run, every page is
+    pvg's."""
+    page = html or own_page(PAGE if len(runs) > 1 else runs[0].report, _elsewhere(runs))
     if page.resolve().parent not in [run.path.resolve() for run in runs]:
         for each in (page, _beside(page)):
-            refuse_foreign(each, PAGE_MARK, ELSEWHERE)
+            refuse_foreign(each, PAGE_MARK, _elsewhere(runs))
+    return page
 
 
 def _beside(page: Path) -> Path:
@@ -103,7 +110,8 @@ def _beside(page: Path) -> Path:
 
 
 @user_paths()
-def _open(targets: list[str], runs: Path) -> list[RunDirectory]:
+def opened(targets: list[str], runs: Path) -> list[RunDirectory]:
+    """The runs of a command. Raises UsageError for a name that is none, or that is given twice."""
     from pvg.store.run_directory import RunDirectory
 
     for target in targets:
@@ -121,11 +129,12 @@ def _refuse_study(target: str, runs: Path) -> None:
         if (folder / "study.json").is_file():
             raise UsageError(
                 f"{target} is a study, not a run; its page is {folder / 'study.html'}.",
-                f"To see its tables: pvg study {shlex.quote(folder.name)} --only-table. To see a run: pvg report RUN",
+                f"To see its tables: pvg study {shlex.quote(folder.name)} --only-table. To see a run: pvg view RUN",
             )
 
 
-def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool) -> None:
+def show_run(run: RunDirectory, page: Path | None, as_json: bool, examples: int = EXAMPLES) -> None:
+    """Print a run, and write its page and the one with all its solutions."""
     from pvg.evaluation.report import report_of
     from pvg.reporting import terminal
     from pvg.reporting.evaluation import evaluation_tables
@@ -161,9 +170,9 @@ def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Pa
     device = page.exists() and not page.is_file() and not page.is_dir()
     rollouts, text = (None, None) if device else _rollouts_page(run, summary, page)
     data = replace(collect(run, summary, examples), rollouts=rollouts.name if rollouts else "", state=state)
-    write_page(page, run_page(data))
+    write_page(page, run_page(data), _elsewhere([run]))
     if rollouts is not None and text is not None:
-        write_page(rollouts, text)
+        write_page(rollouts, text, _elsewhere([run]))
     return rollouts
 
 
@@ -171,7 +180,7 @@ def _rollouts_page(run: RunDirectory, summary: RunSummary, page: Path) -> tuple[
     """The file of the page with all solutions, and its text; None for both without solutions."""
     from pvg.reporting.solutions import rollouts_file, stored_rollouts
 
-    beside = own_page(_beside(page))
+    beside = own_page(_beside(page), _elsewhere([run]))
     stored = stored_rollouts(run, summary)
     return (beside, rollouts_file(stored, run, summary, page.name)) if stored.count else (None, None)
 
@@ -185,14 +194,15 @@ def _or_warn(read: Callable[[], Read]) -> Read | None:
         return None
 
 
-def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
+def show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
+    """Print runs side by side, and write their page."""
     from pvg.reporting.run_page import compared_runs, final_metrics, setting_differences, several_page, several_text
     from pvg.reporting.table import write_page
     from pvg_cli.output import stdout
 
     runs = compared_runs(directories)
     if page is not None:
-        write_page(page, several_page(runs))
+        write_page(page, several_page(runs), _elsewhere(directories))
     if as_json:
         found = [{"name": run.name, **run.summary.plain(), "final": final_metrics(run.summary)} for run in runs]
         settings = setting_differences([run.plain for run in runs])

@@ -85,7 +85,7 @@ def _print_samples(outcome: GameOutcome, as_json: bool) -> None:
     from pvg.reporting.terminal import examples_list, headline, section
     from pvg.store.run_directory import RunDirectory
     from pvg_cli.output import stdout
-    from pvg_cli.runs import report_command
+    from pvg_cli.runs import view_command
 
     run = RunDirectory(outcome.run)
     if as_json:
@@ -95,6 +95,6 @@ def _print_samples(outcome: GameOutcome, as_json: bool) -> None:
         examples = examples_list(choose_examples(run))
         said = map(Text, what_was_sampled(run))
         stdout().print(Group(headline(read_run(run)), *said, *section("Example solutions", examples)))
-        say(f"\nAll solutions, time and machine: {report_command(run)}")
+        say(f"\nAll solutions, time and machine: {view_command(run)}")
     if outcome.status == "interrupted":
         raise typer.Exit(EXIT_STOPPED)

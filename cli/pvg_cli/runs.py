@@ -111,7 +111,7 @@ def _how_to_go_on(run: RunDirectory) -> str:
 
     now = situation(run, run.load_state().state or {})
     if now.state in ("running", "silent"):  # the states in which resuming is refused
-        return f"Process {now.process} on {now.host} plays {run.name}. To follow it: pvg watch {run.argument}"
+        return f"Process {now.process} on {now.host} plays {run.name}. To follow it: pvg view {run.argument} --live"
     return f"To continue {run.name} instead: {resume_command(run)}"
 
 
@@ -202,8 +202,8 @@ def _kept(overrides: Sequence[str]) -> list[str]:
     return found
 
 
-def report_command(run: RunDirectory) -> str:
-    return f"pvg report {run.argument}"
+def view_command(run: RunDirectory) -> str:
+    return f"pvg view {run.argument}"
 
 
 def _newest(root: Path, experiment: str) -> RunDirectory:
@@ -224,7 +224,7 @@ def _refuse_complete(run: RunDirectory, rounds: int, clean: bool) -> NoReturn:
     removal = f" Removed {counted(removed, 'unfinished file')} of its last process." if removed else ""
     raise UsageError(
         f"The run {run.name!r} is complete.{removal}",
-        f"To see the results: {report_command(run)}. To play another round: {resume_command(run)} "
+        f"To see the results: {view_command(run)}. To play another round: {resume_command(run)} "
         f"-s game.rounds={rounds + 1}",
     )
 

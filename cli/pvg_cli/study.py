@@ -217,7 +217,7 @@ def _print_result(results: StudyResults, folder: StudyFolder, command: str, *, a
         commands = {} if results.complete == len(results.cells) else {command: "resume; complete games are kept"}
         first = next((cell for cell in results.cells if cell.status == "complete"), None)
         if first is not None:
-            commands[f"pvg report {shlex.quote(first.run)}"] = "the report of one game"
+            commands[f"pvg view {shlex.quote(first.run)}"] = "one of the games"
         stdout().print(results_text(results, commands))
         say(f"Page: {folder.page}")
     if not finished:

@@ -257,7 +257,7 @@ def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
     from pvg.reporting.run_summary import read_run
     from pvg.reporting.terminal import closing
     from pvg_cli.output import stdout
-    from pvg_cli.runs import report_command
+    from pvg_cli.runs import view_command
 
     summary = read_run(plan.run)
     stopped = outcome.status == "interrupted"
@@ -268,8 +268,9 @@ def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
         emit({**facts, **recorded, "resume": resume if stopped else None})
     else:
         commands = {resume: "resume the run"} if stopped else {}
-        commands[report_command(plan.run)] = "rounds, phases, metrics, example solutions"
-        commands[f"{report_command(plan.run)} --json"] = "the same as JSON"
+        commands[view_command(plan.run)] = "some solutions, and a page with all solutions and curves"
+        if not stopped and plan.experiment.task.kind != "play":
+            commands[f"pvg evaluate {plan.run.argument}"] = "how well the verifiers resist new attackers"
         stdout().print(closing(summary, commands))
     if stopped:
         raise typer.Exit(EXIT_STOPPED)

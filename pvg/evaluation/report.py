@@ -144,7 +144,7 @@ def check_protocol(experiment: Experiment, parts: Sequence[str]) -> None:
     if experiment.task.kind == "play":
         raise UsageError(
             "pvg evaluate measures verifiers, and task.kind = 'play' has none.",
-            "The rating of a policy is in its rounds: pvg report RUN",
+            "The rating of a policy is in its rounds: pvg view RUN",
         )
     if experiment.game.protocol.kind == "decoupled" and "tax" in parts:
         raise UsageError(

@@ -119,7 +119,7 @@ async def _matches(session: Session, source: str, reference: str, opponent: Deci
         opponents=[dict.fromkeys(set(game.values(starts[n].state)) - {seat}, opponent) for n, seat in seats],
     )
     session.ledger.keep(list(_policy_rollouts(played, [seat for _, seat in seats]).values()))
-    if source != BASE_SOURCE and seats:  # one game for `pvg report` to show
+    if source != BASE_SOURCE and seats:  # one game for `pvg view` to show
         seat, match = seats[0][1], played[0][0]
         players = {other: "policy" if other == seat else reference for other in game.values(match.states[0])}
         name = play_task(session).section.game

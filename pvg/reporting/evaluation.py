@@ -91,7 +91,7 @@ def _on_terminal(found: EvaluationTable) -> list[RenderableType]:
     if examples := [example for example in found.examples if example.round == newest]:
         body += [Text(), examples_list(examples)]
     if len(examples) < len(found.examples):
-        body += [Text(), Text("The page of pvg report has examples of all rounds.", style=QUIET)]
+        body += [Text(), Text("The page of pvg view has examples of all rounds.", style=QUIET)]
     return body
 
 

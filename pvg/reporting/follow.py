@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from pvg.errors import PvgError
+from pvg.errors import PvgError, UsageError
 from pvg.reporting.formats import byte_size
 from pvg.reporting.run_summary import RunState, RunSummary, Status, committed_state, state_word, status_of
 from pvg.reporting.table import Column, Table, TableCell
@@ -208,6 +208,14 @@ def list_runs(root: Path) -> list[RunGlance]:
     """The runs in `root`, the one with the newest activity first."""
     found = [glance_at(RunDirectory(root / name)) for name in runs_in(root)]
     return sorted(found, key=lambda run: (-run.last_activity, run.name))
+
+
+def newest_run(root: Path) -> RunDirectory:
+    """The run in `root` with the newest activity. Raises UsageError if there is none."""
+    found = [RunDirectory(root / name) for name in runs_in(root)]
+    if not found:
+        raise UsageError(f"There is no run in {root}.", "Start one with: pvg train")
+    return max(found, key=_last_activity)
 
 
 def runs_table(runs: list[RunGlance], now: float) -> Table:

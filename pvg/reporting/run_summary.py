@@ -1,4 +1,4 @@
-"""A run directory read into plain data: what `pvg report` and the end of `pvg train` show.
+"""A run directory read into plain data: what `pvg view` and the end of `pvg train` show.
 
 Reads experiment.toml, state.json and metrics.jsonl. The last two may be unfinished or missing. An incomplete last line
 (the run was killed while writing it, or is writing it now) is left out and noted. Lines that differ from the commit are

@@ -164,10 +164,9 @@ def policy_of(kind: PageKind) -> str:
 NO_FILE_THERE = frozenset({errno.EISDIR, errno.ENOENT, errno.ENOTDIR})  # mistakes of the user
 
 
-def write_page(path: Path, text: str) -> None:
+def write_page(path: Path, text: str, remedy: str = "Make its folder writable.") -> None:
     """Replace `path` by the page, atomically. Raises UsageError for a path that no file can have, and
     MissingRequirementError where it cannot be written."""
-    remedy = "Write the page elsewhere with --html FILE, or leave it out with --no-html."
     try:
         write_output(path, text.encode())
     except OSError as error:

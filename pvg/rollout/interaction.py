@@ -643,7 +643,7 @@ async def play_games(
     return [[hall.played(table) for table in group.tables] for group in groups]
 
 
-# A played game as a plain record of metrics.jsonl, with everything that `pvg report` shows of it.
+# A played game as a plain record of metrics.jsonl, with everything that `pvg view` shows of it.
 
 MOST_STATE_BYTES = 2**20  # of all states of a record; a state that lists all moves grows with the game
 

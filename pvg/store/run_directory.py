@@ -327,7 +327,7 @@ class RunDirectory:
                 f"{self.path} has no {store.path.name} and no {store.previous_path.name}, but it has commits: "
                 f"it holds {', '.join(signs)}.",
                 "Restore one of the two files from a copy, or start a new run with --name. pvg changed nothing. "
-                f"You can read the run: pvg report {self.argument}",
+                f"You can read the run: pvg view {self.argument}",
             )
         return loaded
 

@@ -359,7 +359,7 @@ def _made_by(results: StudyResults) -> PageSection:
     played = [cell for cell in results.cells if cell.status == "complete"]
     versions, machines = ({cell.code_version for cell in played} - {""}, {cell.machine for cell in played} - {""})
     lines = [(results.command, "play missing games and write this page")]
-    lines += [(f"pvg report {shlex.quote(cell.run)}", "the report of a single game") for cell in played[:1]]
+    lines += [(f"pvg view {shlex.quote(cell.run)}", "a single game") for cell in played[:1]]
     by, on = ", ".join(sorted(versions)), "; ".join(sorted(machines))
     body = [
         elements.commands(lines),

@@ -42,6 +42,7 @@ def document_name(arguments: Sequence[str], document: Any) -> str:
         "train": "train-dry-run" if "--dry-run" in rest else "train",
         "study": "study-list" if not rest else "study-plan" if "--dry-run" in rest else "study",
         "bench": "bench" if {"-p", "--profile"} & set(rest) else "bench-profiles",
+        "view": "view-live" if "--live" in rest else "view",
         "report": {"reports": "report-benchmarks", "runs": "report-runs"}.get(of_report, "report"),
         "compare": "report-runs" if "runs" in document else "compare",
         "serve": "serve-verifier" if "--player" in rest else "serve",

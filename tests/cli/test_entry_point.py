@@ -17,7 +17,7 @@ from run_samples import played
 
 from pvg import __version__
 from pvg.bench.report import write_report
-from pvg_cli.main import PLACES
+from pvg_cli.main import GROUPS, PLACES
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
     groups = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("╭")]
-    assert groups == ["Options", "Play", "Look", "Measure", "Share", "Set"]
+    assert groups == ["Options", *(title.split()[0] for title in GROUPS)]
     for command in PLACES:
         assert f" {command} " in done.stdout
     assert pvg("--version").out == f"pvg {__version__}\n"
@@ -63,7 +63,7 @@ def test_commands_that_look_load_no_torch() -> None:
     program = """
 import sys
 import pvg.models
-import pvg.reporting.watch_server
+import pvg.reporting.live_page
 from pvg_cli.main import app
 for line in ("report first --json", "report a.json --json", "bench --json", "bench -p rolout"):
     print(line, app(line.split(), standalone_mode=False), file=sys.stderr)

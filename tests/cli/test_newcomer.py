@@ -136,14 +136,14 @@ def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
     for _, *words in commands:
         if words[0] == "train" and "--dry-run" not in words:
             training = words
-        elif words[0] == "watch":
-            called([*ENTRY, *training], tmp_path)  # tests/cli/test_watch_command.py follows runs
+        elif "--live" in words:
+            called([*ENTRY, *training], tmp_path)  # tests/cli/test_view_command.py follows runs
             in_game = write_solutions(tmp_path)
         else:
             printed[words[0]] = called([*ENTRY, *words], tmp_path)
 
     looked = ["check", "train", "rollout"]
-    assert list(printed) == [*looked, "evaluate", "report", "export", "score"]
+    assert list(printed) == [*looked, "evaluate", "view", "export", "score"]
     for command in ("check", "train"):  # the prompts of both roles, and what known answers are graded
         assert re.search(r"Prompt of the helpful role .*\n  \| H\d\+", printed[command])
         assert re.search(r"Prompt of the sneaky role .*\n  \| S\d\+", printed[command])

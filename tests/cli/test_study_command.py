@@ -70,7 +70,7 @@ def test_a_study_is_played_told_and_not_played_again(small: str) -> None:
     assert "warning: 2 seeds cannot show a significant difference between arms: the smallest possible p" in called.err
     assert "[4/4]  src-seed-001 complete after" in called.err
     for said in ("4 of 4 games complete", "helpful accuracy", "65.0 %", "60.0 to 70.0 %", "Against cgc, paired by seed",
-                 "2 seeds cannot show a significant difference", "pvg report runs/small/cgc-seed-000"):  # fmt: skip
+                 "2 seeds cannot show a significant difference", "pvg view runs/small/cgc-seed-000"):  # fmt: skip
         assert said in called.out, said
     assert "Page: runs/small/study.html" in called.err
     assert Path("runs/small/study.html").read_text().startswith("<!doctype html>")

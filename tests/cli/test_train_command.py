@@ -76,7 +76,7 @@ def test_runs_are_named_after_their_experiment_and_told(calls: list[dict[str, An
     assert call["run"].path == Path("runs/modchain")
     assert RunDirectory(Path("runs/modchain")).experiment() == call["experiment"]
     assert "87.5 %" in called.out
-    assert "pvg report modchain" in called.out
+    assert "pvg view modchain" in called.out
     for line in ("hello", "prover begins: 2 steps", "ALERT collapse: It fell.", "round 0 done"):
         assert line in called.err
     again = pvg("train", "--json")

@@ -16,9 +16,9 @@ from run_samples import begin, commit, played, rollout, state, step, tell
 
 from pvg.records import Role
 from pvg.reporting.follow import progress_of, state_of
+from pvg.reporting.live_page import LiveRun
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
-from pvg.reporting.watch_server import LiveRun
 from pvg.store.lease import this_boot, this_namespace
 from pvg.store.run_directory import RunDirectory
 

@@ -12,11 +12,11 @@ from run_samples import begin, commit, played, rollout, state, step, telemetered
 
 from pvg.evaluation.trace_report import report_of_traces
 from pvg.records import Role
+from pvg.reporting.live_page import LiveRun
 from pvg.reporting.measure_page import measure_page
 from pvg.reporting.run_page import collect, compared_runs, run_page, several_page
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.solutions import rollouts_file, stored_rollouts
-from pvg.reporting.watch_server import LiveRun
 from pvg.store.run_directory import RunDirectory
 from pvg.traces.loaders import LoadedTraces, Trace
 from pvg.traces.measures import MeasuredTrace

@@ -1,4 +1,5 @@
-"""The server behind `pvg watch` and `pvg serve --player verifier`: clients that are silent, leave or send nonsense."""
+"""The server behind `pvg view --live` and `pvg serve --player verifier`: clients that are silent, leave or send
+nonsense."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The server of `pvg watch`: the page of one run, and the page with all its solutions.
+"""The server of `pvg view --live`: the page of one run, and the page with all its solutions.
 
-    async with WatchServer.start(run, port=0) as server:
-        print(server.url)
+    async with LivePage.start(run, port=0) as page:
+        print(page.url)
 
 | address | answer |
 |---|---|
@@ -44,9 +44,9 @@ ROLLOUTS = "rollouts.html"  # the address of the page with all solutions
 LIVE = PageKind(
     scripts=(*CHARTS, "page.js", LIVE_SCRIPT),
     policy="connect-src 'self'; base-uri 'none'",
-    sheets=("watch.css",),
+    sheets=("live.css",),
     links=((ROLLOUTS, "All rollouts"),),
-    footer="pvg watch serves this page from this machine. It loads nothing from elsewhere.",
+    footer="pvg view --live serves this page from this machine. It loads nothing from elsewhere.",
 )
 
 
@@ -124,19 +124,19 @@ HEADERS = {
 }
 
 
-class WatchServer:
-    """Use `WatchServer.start`."""
+class LivePage:
+    """Use `LivePage.start`."""
 
     url: str
     port: int
 
     def __init__(self, run: RunDirectory) -> None:
         self._live = LiveRun(run)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pvg-watch")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pvg-view")
 
     @classmethod
     @asynccontextmanager
-    async def start(cls, run: RunDirectory, port: int) -> AsyncIterator[WatchServer]:
+    async def start(cls, run: RunDirectory, port: int) -> AsyncIterator[LivePage]:
         """Serve until the block ends. Port 0 is any free one. Raises PortInUseError."""
         server = cls(run)
         routes = [web.get("/", server._page), web.get(f"/{ROLLOUTS}", server._rollouts)]

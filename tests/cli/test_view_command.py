@@ -1,8 +1,9 @@
-"""`pvg watch` as a user runs it: a separate process, real HTTP, and a run in a third process."""
+"""`pvg view` as a user runs it. The live page: a separate process, real HTTP, and a run in a third process."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 import orjson
 import pytest
-from calling import ENTRY
+from calling import ENTRY, pvg
 from run_samples import begin, commit, played, rollout, state, step, tell
 from shipped_schemas import check_document
 
@@ -31,8 +32,8 @@ pytestmark = pytest.mark.slow
 PATIENCE_S = 300.0
 
 
-class Watching:
-    """A running `pvg watch`."""
+class Following:
+    """A running `pvg view --live`."""
 
     def __init__(self, process: subprocess.Popen[str], document: dict[str, Any]) -> None:
         self.process, self.document = process, document
@@ -60,9 +61,9 @@ class Watching:
 
 
 @contextmanager
-def watching(name: str, *options: str) -> Iterator[Watching]:
+def following(name: str) -> Iterator[Following]:
     process = subprocess.Popen(
-        [*ENTRY, "watch", name, "--port", "0", "--json", *options],
+        [*ENTRY, "view", name, "--live", "--port", "0", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -77,21 +78,56 @@ def watching(name: str, *options: str) -> Iterator[Watching]:
                 break
         assert text, process.stderr.read() if process.stderr else ""
         document = orjson.loads(text)
-        check_document(("watch",), document)
-        yield Watching(process, document)
+        check_document(("view", "--live"), document)
+        yield Following(process, document)
     finally:
         process.kill()
         process.communicate()
 
 
+def test_the_newest_run_is_shown_and_its_pages_are_written() -> None:
+    assert "pvg train" in pvg("view").err
+    begin(Path("runs"), "older")
+    run = played(Path("runs"))
+    called = pvg("view")
+    assert called.code == 0
+    assert "first is the newest run in runs" in called.err
+    assert "87.5 %" in called.out
+    assert run.report.is_file()
+    assert run.rollouts_page.is_file()
+    assert pvg("view", "--json").document["name"] == "first"
+    assert "--live" not in called.err
+    with run.lock():
+        assert "pvg view first --live" in pvg("view", "first").err
+    assert pvg("view", "older", "--json").document["name"] == "older"
+
+
+def test_a_page_that_pvg_did_not_write_stays_and_the_advice_works() -> None:
+    """Of each command that shows runs, the advice is a whole command."""
+    played(Path("runs"))
+    begin(Path("runs"), "second")
+    Path("other").touch()
+    Path("runs/first/report.html").symlink_to(Path("other").absolute())
+    Path("report.html").write_text("not of pvg")
+    for words in ("view first", "report first", "compare first second", "report first second"):
+        called = pvg(*words.split())
+        assert called.code == 2
+        advice = re.findall(r"(pvg report [a-z ]+ --(?:html FILE|no-html))", called.err)
+        assert len(advice) == 2
+        for line in advice:
+            assert pvg(*line.replace("FILE", "mine.html").split()[1:]).code == 0
+    assert Path("report.html").read_text() == "not of pvg"
+    assert pvg("view", "--port", "0").code == 2
+
+
 def test_the_pages_guard_themselves_and_the_server_ends_at_ctrl_c() -> None:
     run = played(Path("runs"))
     before = contents(run)
-    with watching("first") as watch:
-        assert watch.url.startswith("http://127.0.0.1:")
-        port = watch.url.rstrip("/").rpartition(":")[2]
-        assert watch.document["forward"].startswith(f"ssh -N -L {port}:127.0.0.1:{port} ")
-        with watch.open() as answer:
+    with following("first") as live:
+        assert live.url.startswith("http://127.0.0.1:")
+        port = live.url.rstrip("/").rpartition(":")[2]
+        assert live.document["forward"].startswith(f"ssh -N -L {port}:127.0.0.1:{port} ")
+        with live.open() as answer:
             policy, tag = answer.headers["Content-Security-Policy"], answer.headers["ETag"]
             page = Page(answer.read().decode())
         assert page.wrong == []
@@ -99,24 +135,24 @@ def test_the_pages_guard_themselves_and_the_server_ends_at_ctrl_c() -> None:
             assert directive in policy
         assert not [a for _, a in page.tags if {"src", "action"} & a.keys()]
         assert "87.5 %" in page.text
-        with watch.open("rollouts.html") as answer:
+        with live.open("rollouts.html") as answer:
             assert "form-action 'none'" in answer.headers["Content-Security-Policy"]
             solutions = Page(answer.read().decode())
         assert solutions.wrong == []
         assert "data" in {attributes.get("id") for _, attributes in solutions.tags}
-        assert watch.refused(**{"If-None-Match": tag}) == 304
+        assert live.refused(**{"If-None-Match": tag}) == 304
         # A name that an attacker's DNS server points to 127.0.0.1 is refused; a forwarded port is not.
-        assert watch.refused(Host="evil.example") == 403
-        assert watch.refused("rollouts.html", Host="evil.example:8765") == 403
-        assert watch.refused("rollouts.html", Host="[") == 403
-        assert watch.get(Host="localhost:9999")
-        assert watch.get(Host="[::1]:9999")
-        assert watch.refused("..%2fstate.json") == 404
-        assert watch.refused("../state.json") == 404
-        watch.process.send_signal(signal.SIGINT)
-        out, err = watch.process.communicate(timeout=PATIENCE_S)
-        assert (watch.process.returncode, out) == (130, "")
-        assert f"Watching first: {watch.url}" in err
+        assert live.refused(Host="evil.example") == 403
+        assert live.refused("rollouts.html", Host="evil.example:8765") == 403
+        assert live.refused("rollouts.html", Host="[") == 403
+        assert live.get(Host="localhost:9999")
+        assert live.get(Host="[::1]:9999")
+        assert live.refused("..%2fstate.json") == 404
+        assert live.refused("../state.json") == 404
+        live.process.send_signal(signal.SIGINT)
+        out, err = live.process.communicate(timeout=PATIENCE_S)
+        assert (live.process.returncode, out) == (130, "")
+        assert f"The page of first: {live.url}" in err
         assert "Traceback" not in err
         assert err.rstrip().endswith("Stopped. The run is not affected.")
     assert contents(run) == before
@@ -128,18 +164,18 @@ def contents(run: RunDirectory) -> dict[str, bytes]:
 
 def test_the_page_follows_a_run_that_grows_is_cut_back_and_ends() -> None:
     run = begin(Path("runs"), "growing")
-    with watching("growing") as watch:
-        watch.until("Nothing is recorded yet.")
+    with following("growing") as live:
+        live.until("Nothing is recorded yet.")
         with run.lock():
             tell(run, step("train_prover", 1, helpful_accuracy=0.25))
-            assert "25.0 %" in watch.until("step 1 of 60")
+            assert "25.0 %" in live.until("step 1 of 60")
             commit(
                 run, state("train_prover"), {"mint-00000": [rollout("a", Role.SNEAKY, correct=False, score=1.0)] * 3}
             )
-            watch.until("3 stored solutions")
+            live.until("3 stored solutions")
             # As a resume leaves the file: cut back, then continued with other records.
             os.truncate(run.metrics, 0)
             tell(run, *(step("train_prover", number, helpful_accuracy=0.75) for number in (1, 2, 3)))
-            assert "75.0 %" in watch.until("step 3 of 60")
+            assert "75.0 %" in live.until("step 3 of 60")
             tell(run, {"kind": "run", "time": 2.0, "status": "interrupted", "seconds": 1.0, "budget": {}})
-        watch.until("Continue it with: pvg train --resume growing")
+        live.until("Continue it with: pvg train --resume growing")
