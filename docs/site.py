@@ -8,6 +8,7 @@ Links are adapted to their new places.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ ATTACHED = ("CITATION.cff",)
 ELSEWHERE = {"server_side", "inside"}
 API = """# Python API
 
-For people who use pvg as a library. [The example](../examples/use_as_a_library.md) shows all of it.
+For people who use pvg as a library. [The notebook](../examples/pvg_in_a_notebook.md) shows all of it.
 
 ::: pvg.api
 
@@ -50,6 +51,7 @@ For people who change pvg: the docstrings of all modules, one page per package.
 def on_files(files: Files, config: Any) -> Files:
     pages = {page: (ROOT / source).read_text(encoding="utf-8") for page, source in OWN.items()}
     pages |= {f"examples/{path.stem}.md": _program(path) for path in sorted((ROOT / "examples").glob("*.py"))}
+    pages |= {f"examples/{path.stem}.md": _notebook(path) for path in sorted((ROOT / "examples").glob("*.ipynb"))}
     names = sorted(path.parent.name for path in (ROOT / "pvg").glob("*/__init__.py"))
     packages = {name: _package(name) for name in names}
     pages |= {f"reference/{name}.md": text for name, text in packages.items()}
@@ -74,7 +76,7 @@ def _linked(page: str, text: str) -> str:
         text = text.replace("](docs/", "](")
     for source in ATTACHED:
         text = text.replace(f"](../{source})", f"]({_attached(source)})")
-    text = re.sub(r"\]\((?:\.\./)?examples/(\w+)\.py\)", r"](examples/\1.md)", text)
+    text = re.sub(r"\]\((?:\.\./)?examples/(\w+)\.(?:py|ipynb)\)", r"](examples/\1.md)", text)
     return re.sub(r"\]\(\.\./(CONTRIBUTING|CHANGELOG|SECURITY)\.md", r"](\1.md", text)
 
 
@@ -85,6 +87,12 @@ def _attached(source: str) -> str:
 def _program(path: Path) -> str:
     source = path.read_text(encoding="utf-8")
     return f"# {path.name}\n\n`examples/{path.name}`\n\n```python\n{source}```\n"
+
+
+def _notebook(path: Path) -> str:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in cells]
+    return "\n\n".join(f"```python\n{text}\n```" if is_code else text for text, is_code in texts) + "\n"
 
 
 def _package(name: str) -> str:

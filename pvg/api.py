@@ -148,6 +148,12 @@ class Run:
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
 
+    def _repr_html_(self) -> str:
+        """In a notebook: state, rounds, solutions of both roles, and the evaluation."""
+        from pvg.reporting.run_page import run_html
+
+        return run_html(self.directory)
+
     @property
     def name(self) -> str:
         return self.directory.name

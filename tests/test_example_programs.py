@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import csv
+import json
 import re
 import runpy
 import sys
@@ -11,14 +13,13 @@ from typing import Any
 
 import pytest
 
-import pvg
-
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GAME = EXAMPLES / "game_in_one_file.py"
 TINY = {"task.problems": 256, "task.test_problems": 32, "game.mint_problems": 24}
 TINY |= {"verifier.steps": 3, "training.steps": 2, "training.groups": 4}
+ATTACK = {"evaluate.attack_steps": 2, "evaluate.attack_window": 1, "evaluate.problems": 8}
 
 
 def test_the_game_in_one_file_is_played(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,19 +38,26 @@ def test_the_game_in_one_file_can_be_read_in_one_sitting() -> None:
     assert len(GAME.read_text().splitlines()) <= 300
 
 
-def test_pvg_is_used_as_a_library(
+def test_the_notebook_runs_and_shows_runs_and_solutions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    play = pvg.play
-
-    def play_tiny(name: str, settings: dict[str, Any]) -> pvg.Run:
-        return play(name, {**settings, **TINY})
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pvg, "play", play_tiny, raising=False)
-    runpy.run_path(str(EXAMPLES / "use_as_a_library.py"), run_name="__main__")
+    cells = json.loads((EXAMPLES / "pvg_in_a_notebook.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    shown = []
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            tree = ast.parse("".join(cell["source"]))
+            last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, "cell", "exec"), names)
+            value = eval(compile(ast.Expression(last.value), "cell", "eval"), names) if last is not None else None
+            names |= {"SMALL": {**names["SMALL"], **TINY}, "ATTACK": ATTACK}
+            shown.append(value._repr_html_() if hasattr(value, "_repr_html_") else "")
+    _, first, _, example, evaluated, *_ = shown
+    assert "helpful accuracy" in first
+    assert all('class="solution ' in html and "A" in html for html in (first, example))
+    assert ["<details>" in html for html in (first, evaluated)] == [False, True]
     out = capsys.readouterr().out
-    assert "runs/modchain is complete." in out
     assert len(re.findall(r"^ +-?\d+\.\d\d  (correct|wrong sum|no solution)", out, flags=re.MULTILINE)) == 3
 
 

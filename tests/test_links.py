@@ -79,7 +79,7 @@ def test_the_site_has_a_page_or_a_copy_of_every_file_that_guides_link_to() -> No
         if not ELSEWHERE.match(target) and not page.name.endswith(".template.md")
     }
     outside = {path for path in outside if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "docs")}
-    pages = {*ROOT.glob("*.md"), *ROOT.glob("examples/*.py")}
+    pages = {*ROOT.glob("*.md"), *ROOT.glob("examples/*.py"), *ROOT.glob("examples/*.ipynb")}
     assert outside - pages == {ROOT / name for name in attached}
 
 

@@ -19,7 +19,7 @@ from pvg.telemetry.events import SilentObserver
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "research.md").read_text()
-PROGRAMS = ("game_in_one_file.py", "hack_alarm.py", "use_as_a_library.py")  # tests/test_example_programs.py runs them
+PROGRAMS = ("game_in_one_file.py", "hack_alarm.py")  # tests/test_example_programs.py runs them
 BLOCKS = dict(re.findall(r"```python\n# (examples/\w+\.py)\n(.*?)```", PAGE, flags=re.DOTALL))
 # Whatever the page tells to set: the TOML block of the task, and the settings of each command.
 TOML_BLOCKS = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)]

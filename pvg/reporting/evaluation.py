@@ -61,10 +61,14 @@ def evaluation_section(report: EvaluationReport | None) -> PageSection:
         elements.notes([*unfinished, *_stale(report), *report.notes]),
         elements.grid(evaluation_charts(report)),
         *_cross_maps(report),
-        *(elements.details(found.title, _on_page(found)) for found in _tables(report)),
+        *folded_tables(report),
     ]
     lead = f"By pvg evaluate, on fresh samples and with fresh attackers: {_about(report)}."
     return PageSection("evaluation", "Evaluation", body, lead)
+
+
+def folded_tables(report: EvaluationReport) -> list[Markup]:
+    return [elements.details(found.title, _on_page(found)) for found in _tables(report)]
 
 
 def _open(report: EvaluationReport) -> bool:

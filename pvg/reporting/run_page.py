@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import orjson
 from markupsafe import Markup
@@ -29,7 +29,7 @@ from pvg.reporting.charts import (
     spark,
     stacked_chart,
 )
-from pvg.reporting.evaluation import evaluation_section
+from pvg.reporting.evaluation import evaluation_section, folded_tables
 from pvg.reporting.follow import state_of
 from pvg.reporting.formats import (
     ABSENT,
@@ -59,7 +59,16 @@ from pvg.reporting.table import (
     elements,
     page,
 )
-from pvg.reporting.terminal import QUIET, alerts_told, box_key, headline, parts_table, section
+from pvg.reporting.terminal import (
+    QUIET,
+    alerts_told,
+    box_key,
+    headline,
+    outcome,
+    parts_table,
+    rounds_table,
+    section,
+)
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import METRICS
 from pvg.telemetry.spans import UNACCOUNTED, total_seconds
@@ -116,6 +125,15 @@ def run_page(data: RunData, now: Sequence[object] = (), kind: PageKind | None = 
     kind = kind or PageKind(links=((data.rollouts, "All rollouts"),) if data.rollouts else ())
     title, *rest = _header(data)
     return page(f"{data.summary.name}: pvg report", [title, *now, *rest], _sections(data), kind)
+
+
+def run_html(run: RunDirectory) -> str:
+    """What a notebook shows of a run: state, rounds, solutions and evaluation. Charts need the page."""
+    summary = read_run(run)
+    data = replace(collect(run, summary, 1), state=state_of(run))
+    parts = [*_header(data)[:1], rounds_table(summary.rounds), elements.notes(outcome(summary.rounds))]
+    parts += [*solutions_section(data).body, *(folded_tables(data.evaluation) if data.evaluation else [])]
+    return str(markup.notebook(parts))
 
 
 def _header(data: RunData) -> list[object]:

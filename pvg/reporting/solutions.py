@@ -125,6 +125,10 @@ class Example:
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 
+    def _repr_html_(self) -> str:
+        shown = TemplateMacros("run.html.j2")
+        return str(shown.notebook([shown.pairing(self.question, self.reference, [shown_solution(self, None)])]))
+
 
 def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
     """The solutions of `solution_pairs`, one after the other, the sneaky ones first."""

@@ -318,6 +318,8 @@ class Table:
     def __html__(self) -> Markup:
         return TemplateMacros("table.html.j2").table(self)
 
+    _repr_html_ = __html__  # in a notebook
+
 
 def markdown_lines(header: Sequence[str], align: str, rows: Iterable[Row]) -> list[str]:
     """The lines of a Markdown table; `align` has an l or r per column."""
