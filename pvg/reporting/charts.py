@@ -25,7 +25,6 @@ from pvg.reporting.table import chart
 
 MOST_POINTS = 400  # of a line; longer lines show the mean and the range of neighbours
 LEAST_POINTS = 12  # of one piece of a line
-MOST_BARS = 120
 WINDOW = 5  # points of the moving mean
 SMOOTHED_FROM = 12  # points; a shorter line gets no moving mean
 PROVER, VERIFIER = "train_prover", "train_verifier"
@@ -53,7 +52,6 @@ class XAxis:
     ticks: Sequence[tuple[float, str]] = ()
     bands: Sequence[tuple[float, float, str]] = ()
     marks: Sequence[tuple[float, str]] = ()
-    style: NumberStyle = "number"
 
 
 def round_axis(numbers: Sequence[int], *, base: bool = False, margin: float = 0.25) -> XAxis:
@@ -154,10 +152,6 @@ class StepAxis:
             if round_ in values
         ]
         return ChartLine(name, pieces, style, "dotted")
-
-    def columns(self) -> list[tuple[float, dict[str, float]]]:
-        """Every step's budget."""
-        return [(self.place(s), s.budget) for round_ in sorted(self.rounds) for s in self.rounds[round_] if s.budget]
 
 
 def _number(value: float | None) -> float | None:
@@ -270,29 +264,6 @@ def _figure(
     return chart.figure(title, chart.plot(spec, f"{title}: {says}"), unit=unit, note=note)
 
 
-def stacked_chart(title: str, columns: Sequence[tuple[float, Mapping[str, float]]], x: XAxis, *, unit: str) -> Markup:
-    """One stacked bar per step (place, seconds by part). In long runs a bar is the mean of neighbouring steps."""
-    if not columns:
-        return Markup()
-    every = -(-len(columns) // MOST_BARS)
-    groups = [columns[start : start + every] for start in range(0, len(columns), every)]
-    at = [sum(place for place, _ in group) / len(group) for group in groups]
-    parts = in_order({part for _, seconds in columns for part in seconds})
-    series = [
-        {
-            "name": part.label,
-            "style": part.style,
-            "x": at,
-            "y": [_number(sum(seconds.get(part.name, 0.0) for _, seconds in g) / len(g)) for g in groups],
-        }
-        for part in parts
-    ]
-    mean = sum(sum(seconds.values()) for _, seconds in columns) / len(columns)
-    says = f"{value_text('seconds', mean)} on average"
-    note = f"Each bar is the mean of up to {every} steps." if every > 1 else ""
-    return _figure(title, x, {"style": "seconds", "zero": True}, series, unit, note, says, stacked=True)
-
-
 Ints = NDArray[np.int64]
 # Kinds of solutions in a histogram: helpful ones above the axis, sneaky ones below, the second of each light.
 HALVES = {"helpful": ("helpful correct", "helpful wrong"), "sneaky": ("sneaky flaw", "sneaky correct")}
@@ -305,7 +276,7 @@ def mirrored_histogram(
     scale of the inverse hyperbolic sine, small bars stay visible if a sure verifier puts nearly all into one."""
     middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
     marks = [] if threshold is None else [(threshold, "accepted →")]
-    x = XAxis(edges[0], edges[-1], "score", marks=marks, style="score")
+    x = XAxis(edges[0], edges[-1], "score", marks=marks)
     series = [
         {
             "name": name,

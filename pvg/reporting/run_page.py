@@ -27,7 +27,6 @@ from pvg.reporting.charts import (
     line_chart,
     round_axis,
     spark,
-    stacked_chart,
 )
 from pvg.reporting.evaluation import evaluation_section, folded_tables
 from pvg.reporting.follow import state_of
@@ -37,12 +36,10 @@ from pvg.reporting.formats import (
     SHOWN,
     change_text,
     duration,
-    in_order,
     metric_display,
     metric_text,
     percent,
     phase_label,
-    value_text,
 )
 from pvg.reporting.run_sections import learning_section, machine_parts, rounds_section, scores_section
 from pvg.reporting.run_summary import RunState, RunSummary, base_metrics, read_run, state_word
@@ -59,16 +56,7 @@ from pvg.reporting.table import (
     elements,
     page,
 )
-from pvg.reporting.terminal import (
-    QUIET,
-    alerts_told,
-    box_key,
-    headline,
-    outcome,
-    parts_table,
-    rounds_table,
-    section,
-)
+from pvg.reporting.terminal import QUIET, alerts_told, headline, outcome, parts_table, rounds_table, section
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import METRICS
 from pvg.telemetry.spans import UNACCOUNTED, total_seconds
@@ -271,7 +259,7 @@ def performance_section(summary: RunSummary) -> PageSection:
         by_phase = [elements.subheading("By phase"), _phases(summary)]
         body = [
             chart.marks(budget_marks(budget, sum(budget.values()))),
-            elements.details("Time by part, phase and step", [parts, *by_phase, *_budget_charts(summary)]),
+            elements.details("Time by part and phase", [parts, *by_phase]),
         ]
     body.append(elements.details("Machine", machine_parts(summary)))
     return PageSection("performance", "Performance", body, _lead(summary, budget) if budget else "")
@@ -314,16 +302,6 @@ def budget_rows(bars: Mapping[str, tuple[Mapping[str, float], str]]) -> Markup:
         (name, budget_marks(found, longest), duration(sum(found.values())), say) for name, (found, say) in bars.items()
     ]
     return chart.strips(rows)
-
-
-def _budget_charts(summary: RunSummary) -> list[Markup]:
-    """Only phases whose steps are optimizer steps: their bars can be compared with each other."""
-    charts = []
-    for phase, title in ((PROVER, "Time per prover step"), (VERIFIER, "Time per verifier step")):
-        steps = StepAxis(summary.steps, phase)
-        if steps:
-            charts.append(stacked_chart(title, steps.columns(), steps.across(), unit="exposed seconds per step"))
-    return charts
 
 
 # The page of several runs: curves over each other, one colour per run, and what differs between them.
@@ -379,7 +357,6 @@ def several_page(runs: Sequence[ComparedRun]) -> str:
         _rounds(runs),
         PageSection("learning", "Learning", [elements.grid(_step_charts(runs))], lead),
         _final(runs),
-        _time(runs),
         PageSection("settings", "Settings that differ", [_settings_table(runs) or same]),
         _notes(runs),
     ]
@@ -505,18 +482,6 @@ def _difference(name: str, value: float | None, first: float | None) -> TableCel
         note, noteworthy = change_text(shown.style, change), abs(change) > 0.01
     verdict = "better" if (change > 0) == shown.higher_is_better else "worse"
     return TableCell(text, verdict if noteworthy and shown.higher_is_better is not None else "", note=note)
-
-
-def _time(runs: Sequence[ComparedRun]) -> PageSection:
-    budgets = [whole_budget(run.summary) for run in runs]
-    if not any(budgets):
-        return PageSection("time", "Time", [])
-    rows = budget_rows({run.name: (budget, "") for run, budget in zip(runs, budgets, strict=True)})
-    table = Table(_columns("part", runs))
-    for part in in_order(total_seconds(budgets)):
-        seconds_each = (value_text("seconds", budget.get(part.name)) for budget in budgets)
-        table.add(TableCell(part.label, key=box_key(part)), *seconds_each)
-    return PageSection("time", "Time", [rows, table], "Exposed seconds by part, over the whole run.")
 
 
 def _settings_table(runs: Sequence[ComparedRun]) -> Table:

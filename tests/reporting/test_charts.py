@@ -14,7 +14,6 @@ from page_checks import Page
 from run_samples import telemetered
 
 from pvg.reporting.charts import (
-    MOST_BARS,
     MOST_POINTS,
     ChartLine,
     ReferenceLine,
@@ -23,7 +22,6 @@ from pvg.reporting.charts import (
     line_chart,
     mirrored_histogram,
     spark,
-    stacked_chart,
 )
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
@@ -33,7 +31,6 @@ ACROSS = XAxis(0.0, 4.0)
 
 def test_a_chart_without_values_is_empty() -> None:
     assert line_chart("nothing", [ChartLine("a", [], "ink")], ACROSS, "share") == ""
-    assert stacked_chart("nothing", [], ACROSS, unit="") == ""
     assert spark([1.0], "ink") == spark([math.nan, 2.0], "ink") == ""
 
 
@@ -81,16 +78,6 @@ def test_thinning_keeps_mean_and_extremes(values: list[float]) -> None:
         assert max(ranges["high"]) == pytest.approx(max(values), rel=1e-4)
 
 
-@given(st.integers(1, 1000))
-def test_bars_keep_the_mean_time_of_their_steps(count: int) -> None:
-    columns = [(place + 1.0, {"rollout": 1.0, "unaccounted": float(place % 2)}) for place in range(count)]
-    (chart,) = Page(stacked_chart("t", columns, XAxis(0, count), unit="s")).charts
-    rollout, unaccounted = chart["series"]
-    assert len(rollout["y"]) <= MOST_BARS
-    assert set(rollout["y"]) == {1.0}
-    assert rollout["x"] == unaccounted["x"]
-
-
 def test_marks_of_a_budget_fill_their_share_of_the_row() -> None:
     marks = budget_marks({"rollout": 1.0, "mystery": 2.0, "unaccounted": 1.0}, 8.0)
     assert [(mark.left, mark.width) for mark in marks] == [(0, 1 / 8), (1 / 8, 1 / 4), (3 / 8, 1 / 8)]
@@ -114,8 +101,8 @@ def test_a_browser_draws_every_chart_and_tells_the_values_under_the_pointer(tmp_
         browser.run("document.querySelectorAll('details').forEach(one => { one.open = true })")
         drawn = "[...document.querySelectorAll('[data-chart]')].every(one => one.querySelector('canvas')?.width)"
         assert browser.run(f"new Promise(done => setTimeout(() => done({drawn}), 300))")
-        hover = "document.querySelector('#performance [data-chart]').plot.setCursor({left: 400, top: 9})"
-        assert "500 ms" in browser.run(f"{hover}, document.querySelector('#performance .u-legend').textContent")
+        hover = "document.querySelector('#learning [data-chart]').plot.setCursor({left: 400, top: 9})"
+        assert "50.0 %" in browser.run(f"{hover}, document.querySelector('#learning .u-legend').textContent")
         browser.run("document.getElementById('theme').click()")
         assert browser.run(f"document.documentElement.dataset.theme === 'dark' && {drawn}")
         assert browser.errors == []

@@ -139,4 +139,3 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     check(text)
     assert len(text) < 250_000
     assert "Each point is the mean of neighbouring values; the band is their range." in text
-    assert "Each bar is the mean of up to 25 steps." in text

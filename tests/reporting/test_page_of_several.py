@@ -40,7 +40,7 @@ def other(root: Path, name: str = "other") -> RunDirectory:
 def test_two_runs_side_by_side(tmp_path: Path) -> None:
     runs = [played(tmp_path), other(tmp_path)]
     page = check(several_page(compared_runs(runs)))
-    assert {"rounds", "learning", "final", "time", "settings"} <= page.anchors()
+    assert {"rounds", "learning", "final", "settings"} <= page.anchors()
     assert "2 runs" in page.text
     assert "helpful accuracy 87.5 % 60.0 % -27.5 pp" in page.text
     assert "training.learning_rate 0.0001 0.5" in page.text
