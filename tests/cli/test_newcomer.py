@@ -134,22 +134,23 @@ def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
     training: list[str] = []
     in_game: list[float] = []
     for _, *words in commands:
-        if words[0] == "train" and "--dry-run" not in words:
+        if words[0] == "train" and words[1] == "mine.toml":
             training = words
         elif "--live" in words:
             called([*ENTRY, *training], tmp_path)  # tests/cli/test_view_command.py follows runs
             in_game = write_solutions(tmp_path)
         else:
-            printed[words[0]] = called([*ENTRY, *words], tmp_path)
+            name = " ".join(word for word in words if word in (words[0], "--dry-run"))
+            printed[name] = called([*ENTRY, *words], tmp_path)
 
-    looked = ["check", "train", "rollout"]
-    assert list(printed) == [*looked, "evaluate", "view", "export", "score"]
-    for command in ("check", "train"):  # the prompts of both roles, and what known answers are graded
+    assert list(printed) == ["train --dry-run", "train", "evaluate", "check", "rollout", "view", "export", "score"]
+    for command in ("check", "train --dry-run"):  # the prompts of both roles, and what known answers are graded
         assert re.search(r"Prompt of the helpful role .*\n  \| H\d\+", printed[command])
         assert re.search(r"Prompt of the sneaky role .*\n  \| S\d\+", printed[command])
         assert re.search(r"the reference( answer)? +'#### \d' +correct", printed[command])
     assert "FAILED" not in printed["check"]
-    assert "Input of the verifier" in printed["train"]
+    assert "Input of the verifier" in printed["train --dry-run"]
+    assert "2 of 2 rounds" in printed["train"]
     assert "correct" in printed["rollout"]
     assert (tmp_path / "runs" / "mine" / "report.html").stat().st_size > 10_000
 
