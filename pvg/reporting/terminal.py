@@ -182,7 +182,10 @@ def report(summary: RunSummary, examples: Sequence[Example], *, state: RunState 
     if summary.rounds:
         parts += section("Rounds", Group(rounds_with_outcome(summary.rounds), *map(Text, judgements(summary))))
     if examples:
-        parts += section("Example solutions", examples_list(examples))
+        from pvg.reporting.solutions import threshold_of
+
+        shown = examples_list(examples, threshold_of(summary, examples[0].round))
+        parts += section("Example solutions", shown)
     if summary.warnings:
         parts += section("Warnings about the settings", Text("\n".join(summary.warnings), style="yellow"))
     if summary.notes:
@@ -297,12 +300,12 @@ def alerts_list(summary: RunSummary) -> Text:
     return lines
 
 
-def examples_list(examples: Sequence[Example]) -> Group:
+def examples_list(examples: Sequence[Example], threshold: float | None = None) -> Group:
     from pvg.reporting.solutions import shown_solution  # `pvg train` shows none
 
     parts: list[RenderableType] = []
     for example in examples:
-        shown = shown_solution(example, None)
+        shown = shown_solution(example, threshold)
         role = HELPFUL if example.role == "helpful" else SNEAKY
         score = f"  {shown.score}" if shown.score else ""
         answer = f" (answer {example.reference})" if example.reference else ""
