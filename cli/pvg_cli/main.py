@@ -10,10 +10,8 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import tomllib
 from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -33,8 +31,40 @@ gc.set_threshold(2_000, 10, 200)
 atexit.register(gc.freeze)
 
 # Group in `pvg --help` -> command -> its place in this package (MODULE:NAME), and its line there.
-_FILE = Path(__file__).with_suffix(".toml")
-GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "Start here": {
+        "train": ("train:train", "Play a prover-verifier game, or resume one."),
+        "view": ("view:view", "Look at a run, finished or not; with --live, follow it in a browser."),
+        "evaluate": ("evaluate:evaluate", "Find out how well the verifiers of a run resist new attackers."),
+        "measure": ("measure:measure", "Measure whether the reasoning in any texts leads to their answers."),
+        "attack": ("attack:attack", "Find wrong solutions that your grader, reward model or judge accepts."),
+    },
+    "Prepare an experiment": {
+        "check": ("check:check", "Check an experiment: settings, problems, prompts, grades, time and memory."),
+        "rollout": ("rollout:rollout", "Sample and grade some solutions, without a verifier and without training."),
+        "init": ("init:init", "Write an example of your own experiment, with a task, data and a test."),
+        "config": ("config:app", "Show and explain settings."),
+        "doctor": ("doctor:doctor", "Check the installation, and say how to install what is missing."),
+    },
+    "Several runs": {
+        "runs": ("run_folders:app", "List and remove runs."),
+        "compare": ("compare:compare", "Compare two runs, or two benchmark reports."),
+        "report": ("report:report", "Write the page of one run, or of several together, to a file."),
+        "study": ("study:study", "Play several experiments with several seeds, and compare the results."),
+    },
+    "Use a trained model": {
+        "score": ("score:score", "Score solutions with the verifier of a run."),
+        "export": ("export:export", "Write a model of a run as a Hugging Face folder, with a model card."),
+        "serve": ("serve:serve", "Start a vLLM server for an experiment, or serve the verifier of a run."),
+    },
+    "Speed, and tools for developers": {
+        "diagnose": ("diagnose:diagnose", "Find what slows a run down."),
+        "plan": ("plan:plan", "Predict the time and the memory of an experiment, also on other hardware."),
+        "bench": ("bench:bench", "Measure the speed of a fixed piece of work on this machine."),
+        "profile": ("profile:profile", "Record what a piece of work spends its time on."),
+        "schemas": ("contracts:schemas", "List or print the JSON Schemas of what pvg prints with --json."),
+    },
+}
 PLACES = {name: place for group in GROUPS.values() for name, (place, _) in group.items()}
 
 

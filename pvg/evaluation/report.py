@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -457,26 +456,33 @@ def read_report(path: Path) -> EvaluationReport:
 
 # --- notes: limits of the numbers, in sentences -----------------------------------------------------------------------
 
-NOTES: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-
 
 def notes(experiment: Experiment) -> list[str]:
     rollout, training, loss = experiment.rollout, experiment.training, experiment.verifier.loss
     share, decoupled = experiment.game.sneaky_share, experiment.game.protocol.kind == "decoupled"
     untrained = "sneaky" if share == 0.0 else "helpful"
     unearned = [kind for kind in experiment.evaluate.attacks if kind not in attack_kinds(experiment)]
-    there = {
-        "uncalibrated": loss != "cross_entropy" and not experiment.verifier.verdict_tokens,
-        "ensemble": experiment.verifier.ensemble.kind != "none",
-        "untrained": share in (0.0, 1.0),
-        "plain": experiment.prompts.kind == "plain",
-        "deadline": rollout.deadline.kind != "none",
-        "dynamic": training.dynamic_sampling > 0,
-        "decoupled": decoupled,
-        "unearned": decoupled and bool(unearned),
+    found = {
+        f"verifier.loss = {loss!r} does not fix the offset of a score, so sigmoid(score) is not a probability. The "
+        "fitted calibration is one if the log-odds are linear in the score.": (
+            loss != "cross_entropy" and not experiment.verifier.verdict_tokens
+        ),
+        "verifier.ensemble combines scores of several members. No loss makes sigmoid of the result a probability.": (
+            experiment.verifier.ensemble.kind != "none"
+        ),
+        f"game.sneaky_share = {share} never trained the {untrained} role: its figures here come from a prover that was "
+        "trained only for the other role.": share in (0.0, 1.0),
+        "prompts = 'plain' gives both roles one prompt, so they are one policy: helpful and sneaky solutions differ "
+        "only by chance, and a separability of 0.5 says nothing.": experiment.prompts.kind == "plain",
+        "The batches of an attack may differ in size (rollout.deadline), but the window of its criterion weights them "
+        "equally.": rollout.deadline.kind != "none",
+        "Attackers, and the baseline of the tax, do not use the run's dynamic sampling.": training.dynamic_sampling > 0,
+        "The solutions are translations, and a translation with the correct answer counts as correct: a faithful "
+        "translator is correct as often as its solver. A wrong translation counts as a flaw whether or not it keeps "
+        "the solver's answer. A cgc attacker is rewarded only for those that do not.": decoupled,
+        f"No {', '.join(unearned)} attackers: a translator cannot earn these rewards.": decoupled and bool(unearned),
     }
-    values = {"loss": loss, "share": share, "role": untrained, "unearned": ", ".join(unearned)}
-    return [NOTES[name].format(**values) for name, holds in there.items() if holds]
+    return [text for text, holds in found.items() if holds]
 
 
 def notes_of_results(rounds: Sequence[Mapping[str, Any]], error_rate: float) -> list[str]:
