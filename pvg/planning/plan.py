@@ -253,10 +253,10 @@ class Inputs:
         if reader is not None and isinstance(reward, CorrectnessReward):
             # All helpful solutions, correct and different: SR reads each and writes an answer, CIR reads all prefixes.
             texts = rollouts * (1.0 - experiment.game.sneaky_share)
-            tokens = mean * (reward.sr > 0) + (prompt + mean * (1 + ANSWER_TOKENS)) * (reward.cir > 0)
+            each = mean * (reward.sr > 0) + (prompt + mean * (1 + ANSWER_TOKENS)) * (reward.cir > 0)
             writing = ANSWER_TOKENS * math.ceil(texts / READ_TOGETHER) * (reward.sr > 0)
             streamed = reader.parameters * reader_bytes(experiment) / (machine.bytes_per_s * DECODING_SHARE)
-            read = texts * 2.0 * reader.parameters * tokens / flops + writing * streamed
+            read = texts * 2.0 * reader.parameters * each / flops + writing * streamed
         lora = experiment.weights.transport.kind == "lora"
         rank, divided_work = training.adapters.rank, scorers > 1
         trained = 4 * (prover.adapter_parameters(rank) if rank else prover.parameters)
