@@ -35,8 +35,8 @@ from pvg.training.trainer import OptimizerSettings, Trainer, trainable_parameter
 from pvg.verifier.data import PairSource, VerifierBatch, VerifierTemplate
 from pvg.verifier.losses import PairObjective
 from pvg.workers.local import LocalSupply
+from pvg.workers.models import PAIR_FIELDS, ModelInWorkers, pair_shards
 from pvg.workers.pool import WorkerPool
-from pvg.workers.training import PAIR_FIELDS, ModelInWorkers, pair_shards
 
 
 class CountingSource:

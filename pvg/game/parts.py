@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pvg.game.players import Players
-    from pvg.workers.training import ModelInWorkers
+    from pvg.workers.models import ModelInWorkers
 
 Progress = Mapping[str, Any]  # JSON data of a commit
 Tensors = Mapping[str, "Tensor"]  # of a commit

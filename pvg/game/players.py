@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pvg.verifier.vllm_backend import VerifierServing
+    from pvg.workers.models import ModelInWorkers
     from pvg.workers.pool import Supply, WorkerPool
     from pvg.workers.ranks import ModelInRanks, RankGroup
     from pvg.workers.ray_servers import RayServers
     from pvg.workers.ray_supply import RaySupply
-    from pvg.workers.training import ModelInWorkers
 
 T = TypeVar("T")
 
@@ -160,8 +160,8 @@ class Players:
                 "Set models.device to cpu, or cluster to none.",
             )
         from pvg.workers.choice import open_supply
+        from pvg.workers.models import ScoringSlots
         from pvg.workers.pool import WorkerPool
-        from pvg.workers.scoring import ScoringSlots
 
         self._supply = self._supply or open_supply(self._experiment)
         assert self._supply is not None
@@ -335,7 +335,7 @@ class Players:
         say its loss. The caller closes it."""
         if self.workers is None or ranks_of(self._experiment.cluster) is not None:
             return None
-        from pvg.workers.training import ModelInWorkers, policy_fields, policy_shards
+        from pvg.workers.models import ModelInWorkers, policy_fields, policy_shards
 
         fields, parameters = policy_fields(training, rollout), trainable_parameters(learner)
         return ModelInWorkers(self.workers, fields, parameters, policy_shards)
@@ -356,7 +356,7 @@ class Players:
         """As `prover_workers`, for a verifier in training."""
         if self.workers is None:
             return None
-        from pvg.workers.training import PAIR_FIELDS, ModelInWorkers, pair_shards
+        from pvg.workers.models import PAIR_FIELDS, ModelInWorkers, pair_shards
 
         return ModelInWorkers(self.workers, PAIR_FIELDS, trainable_parameters(verifier), pair_shards)
 
@@ -388,7 +388,7 @@ class Players:
             references = ScoreCache(CACHE_ENTRIES)
             backend = VllmBackend(self.verifier_serving, verifier, template.key, references)
         elif self.workers is not None:
-            from pvg.workers.scoring import WorkerBackend
+            from pvg.workers.models import WorkerBackend
 
             backend = WorkerBackend(self._slots, verifier, section.micro_batch_tokens)
         return VerifierScorer(

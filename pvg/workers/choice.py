@@ -33,12 +33,9 @@ MOST_WORKERS = 8
 
 def with_workers(experiment: Experiment, resumed: Experiment | None = None) -> Experiment:
     """`experiment` with a definite `cluster`: "auto" and an open number of workers become what fits this machine.
-    `resumed`: the experiment of a run that is resumed. Its cluster is kept, because results depend on it.
-
-    "auto" gives workers to models that pvg ships, on a CPU with at least two cores, under Linux, where they are tested.
-    Larger models compute operations that use all cores, and would need their memory once per worker. OMP_NUM_THREADS
-    bounds the cores, as it bounds torch's threads: a study gives each of its processes a share.
-    """
+    `resumed`: the experiment of a run that is resumed. Its cluster is kept, because results depend on it. "auto" gives
+    workers to models that pvg ships, on a CPU with at least two cores, under Linux, where they are tested. Larger
+    models use all cores in each operation. OMP_NUM_THREADS bounds the cores: a study gives each process a share."""
     cluster, before = experiment.cluster, None if resumed is None else resumed.cluster
     if before is not None and isinstance(cluster, AutoCluster):
         return experiment.model_copy(update={"cluster": before})
@@ -82,14 +79,15 @@ def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
 
 def open_supply(experiment: Experiment) -> Supply | None:
     """What starts the workers of an experiment that `with_workers` has returned. It begins at once, in the background;
-    the caller closes it. None without workers: vLLM servers on a cluster are those of pvg.workers.ray_servers. Raises
-    MissingRequirementError if this machine has too few GPUs for a Ray cluster of its own."""
+    the caller closes it. None without workers: vLLM servers on a cluster are those of pvg.workers.ray_servers."""
     cluster = experiment.cluster
-    if isinstance(cluster, LocalCluster) and has_workers(cluster):
+    if not has_workers(cluster) or experiment.server_cluster is not None:
+        return None
+    if isinstance(cluster, LocalCluster):
         from pvg.workers.local import LocalSupply
 
         return LocalSupply()
-    if isinstance(cluster, RayCluster) and has_workers(cluster) and experiment.server_cluster is None:
+    if isinstance(cluster, RayCluster):
         from pvg.workers.ray_supply import RaySupply
 
         processes = processes_of(cluster, shards_of(cluster) or _cores())[1]

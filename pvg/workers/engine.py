@@ -2,12 +2,10 @@
 
 Requests that arrive together form a *block*, and each shard gets its groups of the block, whole. Its worker decodes
 them in the order of their arrival, and never together with those of another shard. So the bits of a completion depend
-on the block and on the number of shards alone, as long as one block is sampled after the other. (With
-`rollout.prefetch`, blocks meet in a shard.)
+on the block and on the number of shards alone. (With `rollout.prefetch`, blocks meet in a shard.)
 
 A block ends with its last completion, even if its worker is lost before it can confirm the block. Otherwise the next
-worker would sample the block again, together with the block that comes next, and a batch of more rows rounds
-differently.
+worker would sample it again, together with the block that comes next, and a batch of more rows rounds differently.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ from pvg.servers.publishing import SyncTiming, WeightUpdate
 from pvg.workers.frames import Frame
 from pvg.workers.pool import WorkerPool
 
-# The workers queue what they cannot decode at once.
-MOST_IN_FLIGHT = 10**9
+CLOSED = ("The engine is closed.", "Open a new one to continue sampling.")
+MOST_IN_FLIGHT = 10**9  # the workers queue what they cannot decode at once
 
 
 def shard_of(group: int, shards: int) -> int:
@@ -50,6 +48,16 @@ class _Row:
     future: asyncio.Future[Completion]
     block: _Block | None = None
 
+    def end(self, found: Completion | BaseException) -> bool:
+        """Whether it had not ended before."""
+        if self.future.done():
+            return False
+        if isinstance(found, BaseException):
+            self.future.set_exception(found)
+        else:
+            self.future.set_result(found)
+        return True
+
 
 @dataclass(eq=False)
 class _Block:
@@ -61,18 +69,10 @@ class _Block:
 
     def take(self, frame: Frame) -> bool:
         """Hand over finished completions, but no second time after a restart. Whether there were new ones."""
-        new = False
-        for index, found in zip(frame.fields["rows"], frame.fields["found"], strict=True):
-            future = self.rows[index].future
-            if future.done():
-                continue
-            new = True
-            if isinstance(found, Completion):
-                future.set_result(found)
-            else:
-                future.set_exception(CutShort(found))
+        found = zip(frame.fields["rows"], frame.fields["found"], strict=True)
+        new = [self.rows[row].end(one if isinstance(one, Completion) else CutShort(one)) for row, one in found]
         self.end_if_done()
-        return new
+        return any(new)
 
     def end_if_done(self) -> None:
         """Ask for the answer no more once no row is left, so that no other worker gets the block."""
@@ -81,8 +81,7 @@ class _Block:
 
     def fail(self, error: BaseException) -> None:
         for row in self.rows:
-            if not row.future.done():
-                row.future.set_exception(error)
+            row.end(error)
 
 
 class WorkerEngine(Engine):
@@ -118,7 +117,7 @@ class WorkerEngine(Engine):
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion. Cancelling the caller drops its row. Raises what the worker's engine raises."""
         if self._closed:
-            raise StateError("The engine is closed.", "Open a new one to continue sampling.")
+            raise StateError(*CLOSED)
         check_request(request)
         row = _Row(request, asyncio.get_running_loop().create_future())
         self._waiting.rows.append(row)
@@ -141,7 +140,7 @@ class WorkerEngine(Engine):
                 self._pool.tell(block.shard, Frame("cut", {"ids": [row.request.id for row in rows]}))
             elif block.answer is None:
                 for row in rows:
-                    row.future.set_exception(CutShort(row.request.resumed_from))
+                    row.end(CutShort(row.request.resumed_from))
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
         called = time.perf_counter()
@@ -150,16 +149,15 @@ class WorkerEngine(Engine):
                 f"The workers have version {self._version} of the weights and were sent version {update.version}.",
                 "Versions only go up.",
             )
-        answers = await self._pool.load_policy(update)
+        answers = await asyncio.shield(self._pool.load_policy(update))  # goes on if the caller is cancelled
         self._version = update.version
         rpc_ms = max(answer.fields["rpc_ms"] for answer in answers)
         return SyncTiming(update.version, wall_ms=(time.perf_counter() - called) * 1e3, rpc_ms=rpc_ms)
 
     async def close(self) -> None:
         self._closed = True
-        error = StateError("The engine is closed.", "Open a new one to continue sampling.")
         for block in [*self._blocks, self._waiting]:
-            block.fail(error)
+            block.fail(StateError(*CLOSED))
         if self._sender is not None:
             self._sender.cancel()
 
@@ -193,14 +191,12 @@ class WorkerEngine(Engine):
         except Exception as error:  # noqa: BLE001 - it belongs to the callers
             del self._blocks[block]
             block.fail(error)
-            return
-        block.answer.add_done_callback(partial(self._ended, block))
+        else:
+            block.answer.add_done_callback(partial(self._ended, block))
 
     def _ended(self, block: _Block, answer: asyncio.Future[Frame]) -> None:
         del self._blocks[block]
-        if answer.cancelled():
-            return
-        if (error := answer.exception()) is not None:
+        if not answer.cancelled() and (error := answer.exception()) is not None:
             block.fail(error)
 
     def _take(self, block: _Block, frame: Frame) -> None:
@@ -209,7 +205,6 @@ class WorkerEngine(Engine):
             self._totals = self._totals.plus(replace(stats, seconds=stats.seconds / len(self._pool.sampling)))
 
     def _cancel(self, row: _Row) -> None:
-        """Tell the worker that a caller has left."""
         if row.block is not None and row.block.answer is not None and not row.block.answer.done():
             self._pool.tell(row.block.shard, Frame("cancel", {"ids": [row.request.id]}))
             row.block.end_if_done()

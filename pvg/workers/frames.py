@@ -1,9 +1,5 @@
 """Messages between the driver and its workers: JSON data, arrays and records, in bytes or a stream.
 
-    send(writer, Frame("score", {"slot": 3, "ids": [first, second]}))
-    frame = await receive(reader)               # None: the other side has closed
-    frame = unpacked(b"".join(packed(frame)))   # as bytes
-
 Nothing is unpickled: a record is one of the dataclasses in RECORDS.
 
 On the wire: the header's length (uint32) and the body's (uint64), little-endian; the header, which is JSON; the arrays
@@ -29,9 +25,7 @@ from numpy.typing import NDArray
 
 PREFIX = struct.Struct("<IQ")
 ALIGNMENT = 16
-# Larger messages are a defect: the limits keep a damaged length from taking all memory.
-MOST_HEADER = 1 << 30
-MOST_BODY = 1 << 40
+MOST_HEADER, MOST_BODY = 1 << 30, 1 << 40  # they keep a damaged length from taking all memory
 # What may travel as a record, and its module, which is imported at the first use: some modules import torch.
 RECORDS = {
     "VersionSpan": "pvg.records",
@@ -109,17 +103,13 @@ class _Body:
 
 
 def send(writer: asyncio.StreamWriter, frame: Frame) -> None:
-    """Hand the frame to the stream, which writes it in order. A frame for a closed connection is lost, as one that the
-    other side does not read: `receive` tells that it has closed."""
+    """A frame for a closed connection is lost, as one that the other side does not read."""
     if not writer.is_closing():  # uvloop would raise RuntimeError
         writer.writelines(packed(frame))
 
 
 async def receive(reader: asyncio.StreamReader) -> Frame | None:
-    """The next frame, whose arrays can be written to; None if the other side has closed, even within a frame.
-
-    Raises ValueError for bytes that are no frame.
-    """
+    """The next frame; None if the other side has closed, even within a frame. Raises ValueError for other bytes."""
     try:
         header_length, body_length = PREFIX.unpack(await reader.readexactly(PREFIX.size))
         if header_length > MOST_HEADER or body_length > MOST_BODY:
@@ -131,7 +121,7 @@ async def receive(reader: asyncio.StreamReader) -> Frame | None:
 
 
 def unpacked(data: bytes) -> Frame:
-    """The inverse of `packed`, from its pieces in one; arrays can be written to."""
+    """The inverse of `packed`. Arrays can be written to."""
     view, start = memoryview(data), PREFIX.size + PREFIX.unpack_from(data)[0]
     return _frame(view[PREFIX.size : start], bytearray(view[start:]))
 

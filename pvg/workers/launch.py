@@ -1,19 +1,16 @@
 """The processes of a trainer on several ranks: started here, or by torchrun on one machine or several.
 
-    exit_code = start_ranks(2, arguments, run, print)   # pvg train: starts itself so many times, and waits
-    launch = launched(os.environ)                       # in each process; None without a launcher
-
 Every process gets the variables that torchrun sets. Process 0 is the driver and rank 0; the others work for it
 (pvg.workers.ranks). Ranks wait for each other, so none can be replaced alone: if one is lost, the launcher ends all and
 starts all again, and the driver continues its run from the last commit.
 
-pvg has a launcher of its own beside torchrun, because torchrun kills its processes 30 seconds after Ctrl-C, starts all
-again also for a wrong setting, and ends with exit code 1 whatever the driver says. And here the ranks find each other
-in a private file: the store of torchrun asks for no password.
+torchrun kills its processes 30 seconds after Ctrl-C, starts all again also for a wrong setting, ends with exit code 1
+whatever the driver says, and its store asks for no password. So pvg has a launcher too, whose ranks meet in a file.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -40,7 +37,7 @@ MOST_LOSSES = 6  # without a commit between them
 POLL_S = 0.05
 WATCH_S = 1.0
 GRACE_S = 10.0  # for the other ranks to notice that one has ended, and to end too
-STORE, RUN, WHY, PARENT = "PVG_RANKS_STORE", "PVG_RANKS_RUN", "PVG_RANKS_LOST", "PVG_RANKS_LAUNCHER"
+OWN = "PVG_RANKS"  # what pvg's own launcher says, as JSON
 # The way out for a program that has inherited the variables of torchrun, such as one that a notebook starts.
 ALONE = "start pvg without torchrun's variables: env -u TORCHELASTIC_RUN_ID pvg train ..."
 
@@ -54,9 +51,8 @@ class RankLostError(WorkerLostError):
 @dataclass(frozen=True)
 class Launch:
     """What the launcher says of this process. `number`: its rank among all `processes`; `local`: among the `here` ones
-    on its machine. `host`, `port`: torchrun's store. `store`: the file in which the ranks of pvg's own launcher meet;
-    empty under torchrun. `run`: the folder of the run that this launcher plays. `lost`: why the last attempt ended;
-    empty in the first one. `launcher`: the process id of pvg's own launcher."""
+    on its machine. `host`, `port`: torchrun's store. Only pvg's own launcher says: `store`, the file in which the ranks
+    meet; `run`, the folder of the run; `lost`, why the last attempt ended; `launcher`, its process id."""
 
     number: int
     processes: int
@@ -73,8 +69,7 @@ class Launch:
 
 def launched(environment: Mapping[str, str]) -> Launch | None:
     """This process as one of several that a launcher has started; None for any other process. Children of such a
-    process inherit its variables, so they are its processes too. Raises UsageError if the processes have no common
-    store, or if a variable is missing or wrong."""
+    process inherit its variables, so they are its processes too."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     try:
@@ -86,10 +81,7 @@ def launched(environment: Mapping[str, str]) -> Launch | None:
             one_machine=environment["GROUP_WORLD_SIZE"] == "1",
             host=environment["MASTER_ADDR"],
             port=int(environment["MASTER_PORT"]),
-            store=environment.get(STORE, ""),
-            run=environment.get(RUN, ""),
-            lost=environment.get(WHY, ""),
-            launcher=int(environment.get(PARENT, 0)),
+            **json.loads(environment.get(OWN, "{}")),
         )
     except (KeyError, ValueError) as error:
         raise UsageError(
@@ -108,8 +100,8 @@ def launched(environment: Mapping[str, str]) -> Launch | None:
 
 
 def end_with_launcher(launch: Launch) -> None:
-    """Let this process end when its launcher has ended, however that ended, and when it has ended already. Call it
-    early: to import torch takes seconds. A killed launcher leaves its folder to its processes."""
+    """Let this process end when its launcher has ended. Call it early: to import torch takes seconds. A killed launcher
+    leaves its folder to its processes."""
     launcher = launch.launcher or os.getppid()
 
     def watch() -> None:
@@ -137,9 +129,8 @@ def refuse_other_counts(experiment: Experiment, launch: Launch) -> None:
 
 def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[str], None]) -> int:
     """Start `pvg` with `arguments` in `count` processes, and all again if a rank is lost. Returns the exit code of the
-    driver, or of another rank that fails. `run`: the folder of the run. SIGINT and SIGTERM go to the driver. Raises
-    WorkerLostError if ranks are lost again and again without a commit, and StoppedAtStart if one is lost after a
-    signal. No process outlives the call."""
+    driver, or of another rank that fails. `run`: the folder of the run. SIGINT and SIGTERM go to the driver. No process
+    outlives the call."""
     attempts, losses, why, commit, stopping = 0, 0, "", _commit(run), False
     processes: list[subprocess.Popen[bytes]] = []  # the driver first
 
@@ -155,18 +146,10 @@ def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[
             stack.callback(signal.signal, number, signal.signal(number, forward))
         while True:
             attempts += 1
-            variables = {
-                "TORCHELASTIC_RUN_ID": "pvg",
-                "WORLD_SIZE": str(count),
-                "LOCAL_WORLD_SIZE": str(count),
-                "GROUP_WORLD_SIZE": "1",
-                "MASTER_ADDR": "",
-                "MASTER_PORT": "0",
-                STORE: str(Path(folder) / f"store-{attempts}"),
-                RUN: str(run.absolute()),
-                WHY: why,
-                PARENT: str(os.getpid()),
-            }
+            own = {"store": f"{folder}/store-{attempts}", "run": str(run.absolute()), "lost": why}
+            variables = {"TORCHELASTIC_RUN_ID": "pvg", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}
+            variables |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+            variables[OWN] = json.dumps({**own, "launcher": os.getpid()})
             try:
                 for rank in range(count):
                     processes.append(_started(arguments, {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
@@ -216,11 +199,12 @@ def _watched(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int | None, 
         if any(code is not None for code in codes):
             deadline = min(deadline, time.monotonic() + GRACE_S)
         time.sleep(POLL_S)
-    for number, code in enumerate(codes):
-        if code is not None and code < 0:
+    ended = [(number, code) for number, code in enumerate(codes) if code is not None]
+    for number, code in ended:
+        if code < 0:
             return None, f"Rank {number} was killed by {signal.Signals(-code).name}"
-    for number, code in enumerate(codes):
-        if code is not None and code != EXIT_LOST:
+    for number, code in ended:
+        if code != EXIT_LOST:
             return code or None, f"Rank {number} ended before the driver"
     if None in codes:
         return None, f"Rank {codes.index(None)} does not answer"

@@ -1,12 +1,5 @@
 """Supplies worker processes on this machine.
 
-    supply = LocalSupply()                  # begins to import torch in another process, and returns at once
-    member = await supply.start()           # a worker: forked from that process in milliseconds
-    member.send(frame), await member.receive()
-    member.end()
-    await supply.reason(member)             # why it ended
-    supply.end()
-
 One process, the *nursery*, imports torch and pvg once and forks every worker, before it computes anything. Importing
 takes seconds, a fork milliseconds, and forked workers share the memory of the libraries.
 
@@ -54,7 +47,7 @@ NOT_A_CHILD = -1  # in place of a status: an earlier nursery forked it
 
 @dataclass(eq=False)
 class LocalMember:
-    """A worker process and the driver's connection to it: a `Member` (pvg.workers.pool)."""
+    """A `Member` (pvg.workers.pool): a process and the driver's connection to it."""
 
     pid: int
     reader: asyncio.StreamReader
@@ -62,7 +55,6 @@ class LocalMember:
 
     @property
     def names(self) -> dict[str, Any]:
-        """Which process it is, for the event log."""
         return {"pid": self.pid}
 
     def send(self, frame: Frame) -> None:
@@ -77,11 +69,10 @@ class LocalMember:
         self.writer.transport.abort()
 
     def cpu_s(self) -> float | None:
-        try:
+        with contextlib.suppress(psutil.Error):  # it has ended
             used = psutil.Process(self.pid).cpu_times()
-        except psutil.Error:  # it has ended
-            return None
-        return float(used.user + used.system)
+            return float(used.user + used.system)
+        return None
 
 
 def kill(pid: int) -> None:
@@ -118,12 +109,11 @@ class LocalSupply:
     async def start(self, successor: bool = False) -> LocalMember:
         """Fork a worker. Raises MissingRequirementError if that fails in a new nursery too."""
         ours, theirs = socket.socketpair()
-        try:
+        with contextlib.ExitStack() as unused:
+            unused.callback(ours.close)
             with theirs:
                 pid = await self._forked(theirs)
-        except BaseException:
-            ours.close()
-            raise
+            unused.pop_all()
         return LocalMember(pid, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
 
     async def _forked(self, connection: socket.socket) -> int:
@@ -144,12 +134,11 @@ class LocalSupply:
         )
 
     async def reason(self, member: Member) -> str:
-        """Why a worker ended, in words."""
+        assert isinstance(member, LocalMember)
+        status = NOT_A_CHILD
         async with self._lock:
-            try:
+            with contextlib.suppress(OSError, TimeoutError):  # it was killed, or hangs; `start` replaces it
                 status = NOT_A_CHILD if self._broken else await self._ask(f"wait {member.pid}")
-            except (OSError, TimeoutError):  # it was killed, or hangs; `start` replaces it
-                status = NOT_A_CHILD
         if status == NOT_A_CHILD:
             return "its parent process was killed"
         if os.WIFSIGNALED(status):
@@ -167,7 +156,6 @@ class LocalSupply:
         return SharedBuffers()
 
     def end(self) -> None:
-        """End the nursery, and with it all workers. A second call does nothing."""
         self._end()
         self._messages.close()
 
@@ -197,7 +185,6 @@ class LocalSupply:
         return int(answer)
 
     def _last_words(self) -> str:
-        """The last line that the nursery or a worker has printed."""
         file = self._messages.fileno()
         start = max(0, os.fstat(file).st_size - TAIL_BYTES)
         return os.pread(file, TAIL_BYTES, start).decode(errors="replace").strip().rpartition("\n")[2]
@@ -207,11 +194,9 @@ class LocalSupply:
 
 
 def nurse(control: socket.socket) -> None:
-    """Fork workers on request until the driver closes `control`. It runs no computation, so forking is safe.
-
-    The question "fork" comes with a socket; its answer is the worker's process id, or minus an errno. The answer to
-    "wait PID" is the status of the ended process, or NOT_A_CHILD.
-    """
+    """Fork workers on request until the driver closes `control`. The question "fork" comes with a socket; its answer is
+    the worker's process id, or minus an errno. The answer to "wait PID" is the status of the ended process, or
+    NOT_A_CHILD."""
     gc.freeze()  # a collection in a child would copy the shared pages
     children: set[int] = set()
     try:
@@ -241,17 +226,12 @@ def _fork(control: socket.socket, file: int, children: set[int]) -> int:
         return -(error.errno or errno.EAGAIN)
     if not pid:
         control.close()
-        _die_with_parent()
+        if sys.platform == "linux":  # the kernel kills this process when the nursery ends
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         work(socket.socket(fileno=file))
     os.close(file)
     children.add(pid)
     return pid
-
-
-def _die_with_parent() -> None:
-    """Linux: let the kernel kill this process when the nursery ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:

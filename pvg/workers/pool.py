@@ -1,9 +1,5 @@
 """The driver's side of the workers: W shards, the processes that serve them, and what every process must know.
 
-    pool = WorkerPool(experiment, 4, LocalSupply(), events, processes=(1, 4))
-    await pool.start()
-    answer = await pool.submit(shard, Frame("score", {...}, arrays))      # the process that serves this shard
-
 The work is divided into shards by fixed rules, so results do not depend on when a worker is free. Every shard gets all
 kinds of work, except while duties are `divided`: then some only train, and the others only sample and score.
 
@@ -16,8 +12,7 @@ counts twice, and the bits are those of a run without the loss. A shard moves to
 one repeats what the old one has not answered.
 
 A worker *hangs* if it answers no ping, and uses no processor time, for PROBES_MISSED probes; under Ray, where its
-processor time is not known, if it answers no ping for PROBES_UNSEEN probes. A worker that waits for a
-core on a busy machine does not hang. A computation that never ends does not count as hanging.
+processor time is not known, if it answers no ping for PROBES_UNSEEN probes.
 """
 
 from __future__ import annotations
@@ -34,8 +29,7 @@ from pvg.config.experiment import Experiment
 from pvg.errors import PvgError, WorkerLostError, allow_open_files, open_files
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame
-from pvg.workers.load import LoadMeter
-from pvg.workers.scaling import Demand, Moment, decide, shards_to_take
+from pvg.workers.scaling import Demand, LoadMeter, Moment, decide, shards_to_take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -48,8 +42,7 @@ PROBE_S = 2.0
 PROBES_MISSED = 3
 PROBES_UNSEEN = 8  # of a process whose processor time is not known
 MOST_LOSSES = 6  # of workers with the same request: the next one would be lost too
-# Places that are asked, and workers that are probed, in one turn of the event loop: 1,000 at once would block it.
-AT_ONCE = 32
+AT_ONCE = 32  # places asked, or workers probed, in one turn of the event loop: 1,000 would block it
 # Requests that change what a worker knows. A new worker gets those that its predecessor had confirmed.
 STATE = frozenset({"start", "open", "load", "close", "policy"})
 TRAINING = frozenset({"gradient", "logprobs"})
@@ -61,28 +54,20 @@ class Member(Protocol):
     """A worker process and the driver's way to it."""
 
     @property
-    def pid(self) -> int: ...
-
-    @property
     def names(self) -> dict[str, Any]:
-        """Which process it is, for the event log."""
-        ...
+        """For the event log."""
 
     def send(self, frame: Frame) -> None:
         """Frames arrive in the order of the calls. One for a process that has ended is lost."""
-        ...
 
     async def receive(self) -> Frame | None:
         """Its next frame; None if it has ended, or cannot be reached."""
-        ...
 
     def end(self) -> None:
         """Kill it, and send no more. A second call does nothing."""
-        ...
 
     def cpu_s(self) -> float | None:
         """The processor time that it has used; None if that is not known."""
-        ...
 
 
 class SharedWeights(Protocol):
@@ -90,36 +75,28 @@ class SharedWeights(Protocol):
 
     async def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Returns the place of new weights, which a frame may name. It holds them until two calls later."""
-        ...
 
-    def close(self) -> None:
-        """Free all of them."""
-        ...
+    def close(self) -> None: ...
 
 
 class Supply(Protocol):
-    """Starts worker processes, says why they ended, and brings them the weights. It reports to `events`, which the
-    pool sets."""
+    """Starts worker processes, and brings them the weights. It reports to `events`, which the pool sets."""
 
     events: Events
 
     async def start(self, successor: bool = False) -> Member:
         """`successor`: of a process that has ended."""
-        ...
 
     async def reason(self, member: Member) -> str:
         """Why a process has ended, in words."""
-        ...
 
     async def watch(self) -> None:
         """Raises WorkerLostError when it can start no worker any more."""
-        ...
 
     def weights(self) -> SharedWeights: ...
 
     def end(self) -> None:
         """End all workers. Blocks. A second call does nothing."""
-        ...
 
 
 class WorkerFailedError(Exception):
@@ -175,12 +152,9 @@ class _Shard:
 
 
 class WorkerPool:
-    """Belongs to one event loop. Call `start` first and `close` last.
-
-    `training`: the shards that train now. `sampling`: the shards that sample and score now. Set `trained_s`, the
-    seconds that the trainer has worked so far, and `changed`, which gets each new number of processes and its reason,
-    before `start`.
-    """
+    """Belongs to one event loop. Call `start` first and `close` last. `training`: the shards that train now.
+    `sampling`: the shards that sample and score now. Set `trained_s`, the seconds that the trainer has worked so far,
+    and `changed`, which gets each new number of processes and its reason, before `start`."""
 
     def __init__(
         self,
@@ -208,7 +182,7 @@ class WorkerPool:
         self._shards = [_Shard(number, self._workers[number * self._lowest // count]) for number in range(count)]
         self._unanswered: dict[int, _Request] = {}  # by number, in the order of the calls
         self._memories: list[SharedWeights] = []
-        self._policy, self._adapter = self.weights(), self.weights()
+        self._policies = self.weights(), self.weights()  # adapters, and whole ones
         self._changing_policy = asyncio.Lock()
         self._numbers = 0
         self._closing = False
@@ -218,18 +192,15 @@ class WorkerPool:
 
     @property
     def failed(self) -> bool:
-        """Whether it can do nothing more."""
         return self._failed is not None
 
     def measured(self) -> dict[str, float]:
-        """The metrics of `workers` (pvg.telemetry.catalogue) since the last call."""
         opening = self._opening()
         up = [worker.member is not None and worker not in opening for worker in self._workers]
         return self._meter.sample(up, [worker.restarts for worker in self._workers])
 
     async def start(self) -> None:
-        """Start the lowest number of processes. Raises MissingRequirementError if none can be started, and what opening
-        the models raises in a process."""
+        """Start the lowest number of processes. Raises what opening the models raises in one."""
         allow_open_files(self, self._highest, "worker", "cluster.workers")
         started = time.perf_counter()
         ready = [self.submit(shard.number, self._start) for shard in self._shards]
@@ -258,8 +229,7 @@ class WorkerPool:
 
     @contextmanager
     def divided(self) -> Iterator[None]:
-        """Meanwhile, the last `trainers` shards only train and the others only sample and score, so neither kind of
-        work waits for the other."""
+        """Meanwhile, the last `trainers` shards only train, and the others only sample and score."""
         everywhere = range(self.count)
         if self._trainers is not None:
             self.sampling, self.training = everywhere[: -self._trainers], everywhere[-self._trainers :]
@@ -300,27 +270,20 @@ class WorkerPool:
     # --- models and weights -------------------------------------------------------------------------------------------
 
     def weights(self) -> SharedWeights:
-        """Memory for the weights of one model, until `close`."""
         self._memories.append(self._supply.weights())
         return self._memories[-1]
 
     def slot(self) -> int:
-        """A number for a model in the workers."""
         self._numbers += 1
         return self._numbers
 
     async def load_policy(self, update: WeightUpdate) -> list[Frame]:
         """Load a new version of the sampled policy in every worker, each between two of its batches. Of a policy with
-        adapters only these travel: the workers have the base. Goes on if the caller is cancelled."""
-        return await asyncio.shield(asyncio.create_task(self._load_policy(update)))
-
-    async def _load_policy(self, update: WeightUpdate) -> list[Frame]:
+        adapters only these travel: the workers have the base."""
         adapter = update.adapter
         async with self._changing_policy:
-            if adapter is None:
-                place = await self._policy.write(update.tensors)
-            else:
-                place = await self._adapter.write(adapter.tensors)
+            tensors = update.tensors if adapter is None else adapter.tensors
+            place = await self._policies[adapter is None].write(tensors)
             fields = {"version": update.version, "trace": update.trace_id, "adapted": adapter is not None}
             return await self.ask(range(self.count), Frame("policy", {**fields, "place": place}))
 
@@ -341,7 +304,6 @@ class WorkerPool:
         worker.serving = self._background(self._serve(worker), f"worker {worker.number}")
 
     async def _renew(self, worker: _Worker, successor: bool = False) -> None:
-        """Start a process for a worker, and fill its shards."""
         member = await self._supply.start(successor)
         worker.member, worker.missed, worker.cpu_s, worker.hangs = member, 0, 0.0, False
         for shard in self._of(worker):
@@ -399,11 +361,9 @@ class WorkerPool:
             for request in left:
                 request.losses += 1
                 if request.losses == MOST_LOSSES:
-                    raise WorkerLostError(
-                        f"Worker {worker.number} ended {MOST_LOSSES} times with the same request "
-                        f"({request.frame.kind}): {why}.",
-                        "Play without workers: -s cluster=none",
-                    )
+                    again = f"ended {MOST_LOSSES} times with the same request ({request.frame.kind})"
+                    remedy = "Play without workers: -s cluster=none"
+                    raise WorkerLostError(f"Worker {worker.number} {again}: {why}.", remedy)
             await self._renew(worker, successor=True)
 
     def _take(self, worker: _Worker, frame: Frame) -> None:
@@ -423,12 +383,11 @@ class WorkerPool:
         del self._unanswered[frame.fields["id"]]
         if frame.kind == "done":
             request.shard.confirm(request)
-        if not request.future.done():  # otherwise the caller has left, or has its answer
-            if frame.kind == "done":
+            if not request.future.done():  # otherwise the caller has left, or has its answer
                 request.future.set_result(frame)
-            else:
-                request.future.set_exception(error_of(frame))
-        elif request.known and frame.kind != "done":
+        elif not request.future.done():
+            request.future.set_exception(error_of(frame))
+        elif request.known:
             self._fail(error_of(frame))
         if worker.lost_at is not None and worker not in self._opening():
             ms, worker.lost_at = (time.perf_counter() - worker.lost_at) * 1e3, None
@@ -444,7 +403,6 @@ class WorkerPool:
                 future.exception()  # marks it as retrieved: its caller may have left
 
     async def _probe(self) -> None:
-        """Probe each worker every PROBE_S, a few at a time."""
         while True:
             for first in range(0, len(self._workers), AT_ONCE):
                 workers = self._workers[first : first + AT_ONCE]
@@ -453,7 +411,6 @@ class WorkerPool:
                     self._probe_one(worker)
 
     def _probe_one(self, worker: _Worker) -> None:
-        """Send a ping, or kill a process that hangs."""
         member = worker.member
         if member is None:
             return
@@ -469,7 +426,6 @@ class WorkerPool:
     # --- the number of processes --------------------------------------------------------------------------------------
 
     async def _scale(self) -> None:
-        """Add and remove processes, one at a time, as `decide` says."""
         while True:
             demand, decision, at, trained_s = Demand(), None, time.monotonic(), self.trained_s()
             while decision is None:
@@ -491,17 +447,14 @@ class WorkerPool:
                 shards = work.setdefault(request.shard.worker.number, {})
                 shards.setdefault(request.shard.number, []).append(request.frame)
         waiting = [frame for shards in work.values() for frames in [*shards.values()][1:] for frame in frames]
-        blocks = [frame.fields["requests"] for frame in waiting if frame.kind == "generate"]
-        groups = [len({request.group for request in block}) for block in blocks]
         training = any(frame.kind in TRAINING for frame in waiting)
         used = frozenset(worker.number for worker in self._workers if worker.used)
         working = frozenset(shard for shards in work.values() for shard in shards)
-        return Moment(sum(groups), len(waiting) - len(groups), training, used, frozenset(work), working)
+        return Moment(len(waiting), training, used, frozenset(work), working)
 
     async def add(self, why: str, busy: Mapping[int, float]) -> None:
-        """Start one more process, which gets shards of the others. `busy`: for each shard, the part of the time when
-        it had work. A process that cannot be started is reported only: the run continues with the others. Call neither
-        `add` nor `remove` meanwhile."""
+        """Start one more process, which gets shards of the others. `busy`: as `Demand.shards`. One that cannot be
+        started is reported only. Call neither `add` nor `remove` meanwhile."""
         worker = next(worker for worker in self._workers if not worker.used)
         began = time.perf_counter()
         try:
@@ -537,56 +490,11 @@ class WorkerPool:
         self.changed(workers, f"{what} worker {worker.number}: {why}")
 
 
-class ModelCopies:
-    """Copies of one model in the workers of some shards. They open at their first use."""
-
-    def __init__(
-        self, pool: WorkerPool, shards: range, fields: Mapping[str, Any], tensors: Callable[[], Mapping[str, Tensor]]
-    ) -> None:
-        """`fields`: how a worker opens the model. `tensors`: its weights now."""
-        self._pool, self._shards, self._fields, self._tensors = pool, shards, fields, tensors
-        self._memory = pool.weights()
-        self._slot: int | None = None
-        self._changes, self._sent = 0, -1  # the weights' changes, and how many of them the workers have
-        self._loading = asyncio.Lock()
-
-    def weights_changed(self) -> None:
-        self._changes += 1
-
-    async def ready(self) -> int:
-        """The slot of the copies, once all have the model's weights. Goes on if the caller is cancelled."""
-        return await asyncio.shield(asyncio.create_task(self._ready()))
-
-    async def _ready(self) -> int:
-        async with self._loading:
-            if self._slot is None:
-                slot = self._pool.slot()
-                await self._pool.ask(self._shards, Frame("open", {**self._fields, "slot": slot}))
-                self._slot = slot
-            if self._sent != self._changes:
-                changes, place = self._changes, await self._memory.write(self._tensors())
-                await self._pool.ask(self._shards, Frame("load", {"slot": self._slot, "place": place}))
-                self._sent = changes
-            return self._slot
-
-    async def close(self) -> None:
-        """Close the copies, and free their memory. A second call does nothing."""
-        async with self._loading:
-            if self._slot is not None and not self._pool.failed:
-                await self._pool.ask(self._shards, Frame("close", {"slot": self._slot}))
-            self._slot, self._sent = None, -1
-            self._memory.close()
-
-
 def error_of(frame: Frame) -> Exception:
     """The exception that a worker reported."""
     fields = frame.fields
     if frame.kind == "failed":
         return WorkerFailedError(fields["traceback"])
-    kind = getattr(pvg.errors, fields["type"], None)
-    if kind is not None:
-        refused: PvgError = kind(fields["message"], fields["remedy"])
-        return refused
-    other = PvgError(fields["message"], fields["remedy"])
-    other.exit_code = fields["exit_code"]
-    return other
+    refused: PvgError = getattr(pvg.errors, fields["type"], PvgError)(fields["message"], fields["remedy"])
+    refused.exit_code = fields["exit_code"]
+    return refused

@@ -3,11 +3,9 @@
 A process serves one or more shards of the work. Each has its own models, weights and engine, so a batch never
 mixes shards, and a shard may move to another process.
 
-A worker keeps no state that could be lost: models and weights come from the driver, which sends them again to a worker
-that takes a dead one's place. Requests that compute run one after the other, in the order of arrival, so that each uses
-the weights that were sent before it. Sampling shares the thread with them, one decoding turn at a time.
-
-Invariant: the answer to a request depends only on the request and on the weights, not on the process.
+A worker keeps no state that could be lost: models and weights come from the driver. Requests that compute run one after
+the other, in the order of arrival, so that each uses the weights that were sent before it. Sampling shares the thread
+with them, one decoding turn at a time. The answer depends only on the request and on the weights, not on the process.
 """
 
 from __future__ import annotations
@@ -50,8 +48,8 @@ from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, chec
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoreCache, ScoreInput, ScoringModel, TorchBackend, digest_of
 from pvg.workers.frames import Frame, receive, send
+from pvg.workers.models import sums_of
 from pvg.workers.shared import tensors_at
-from pvg.workers.training import sums_of
 
 # A worker's engine queues a whole block; the driver bounds what it sends.
 UNBOUNDED = 10**9
@@ -59,22 +57,17 @@ UNBOUNDED = 10**9
 
 @dataclass
 class TrainedModel:
-    """A model in training with its objective."""
+    """A model in training with its objective. `close` frees it."""
 
-    owner: LanguageModel | VerifierModel
     module: nn.Module
     objective: Objective[Any]
-    precision: str
-
-    def close(self) -> None:
-        self.owner.close()
+    close: Callable[[], None]
 
 
 class Worker:
-    """Does the work of one shard, in the thread of its process."""
+    """Does the work of one shard, in the thread of its process. `send`: to the driver."""
 
     def __init__(self, send: Callable[[Frame], None], executor: ThreadPoolExecutor) -> None:
-        """`send`: to the driver."""
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._executor = executor
@@ -104,13 +97,9 @@ class Worker:
         await run_in(self._executor, int)  # what it had begun has ended
         if self._opened:
             await self._engine.close()
-            await run_in(self._executor, self._free)
-
-    def _free(self) -> None:
-        for model in self._models.values():
-            model.close()
-        self._models.clear()
-        self.base.close()
+            for model in [*self._models.values(), self.base]:
+                await run_in(self._executor, model.close)
+            self._models.clear()
 
     async def _answer(self, work: Callable[[Frame], Any], frame: Frame) -> None:
         """Methods that compute run in the thread."""
@@ -143,41 +132,27 @@ class Worker:
         )
         self._opened = True
 
-    async def _opened_engine(self) -> Engine:
-        """The engine, which the first work of the thread opens."""
-        await run_in(self._executor, int)
-        return self._engine
-
     def event(self, tag: str, **fields: object) -> None:
         """Pass an event of the engine on to the driver's log. Any thread may call this."""
         self._loop.call_soon_threadsafe(self._send, Frame("event", {"tag": tag, "event": fields}))
 
     def _open(self, frame: Frame) -> None:
-        fields, slot = frame.fields, frame.fields["slot"]
-        match fields["what"]:
-            case "policy":
-                self._models[slot] = self._open_policy(fields)
-            case "pairs":
-                self._models[slot] = self._open_pairs()
-            case _:
-                self._models[slot] = self._open_scoring(fields)
+        fields = frame.fields
+        kinds = {"policy": self._open_policy, "pairs": self._open_pairs, "scorer": self._open_scoring}
+        self._models[fields["slot"]] = kinds[fields["what"]](fields)
 
     def _open_policy(self, fields: Mapping[str, Any]) -> TrainedModel:
         training = Training.model_validate_json(orjson.dumps(fields["training"]))
         rollout = Rollouts.model_validate_json(orjson.dumps(fields["rollout"]))
-        learner, precision = open_learner(self, 0), self.experiment.models.compute_dtype
-        objective = PolicyObjective(training, rollout, learner.tokenizer.pad_id, precision)
-        if training.gradient_checkpointing:
-            checkpoint_layers(learner.module.eval())
-        return TrainedModel(learner, learner.module.eval(), objective, precision)
+        learner = open_learner(self, 0)
+        objective = PolicyObjective(training, rollout, learner.tokenizer.pad_id, self.experiment.models.compute_dtype)
+        return _trained(learner.module, objective, learner.close, training)
 
-    def _open_pairs(self) -> TrainedModel:
+    def _open_pairs(self, _: Mapping[str, Any]) -> TrainedModel:
         verifier, training = self._open_verifier(), self.experiment.training
         longest = verifier.longest_packed if training.shared_prompts else 0
         objective = PairObjective(self.experiment.verifier, verifier.tokenizer.pad_id, longest_packed=longest)
-        if training.gradient_checkpointing:
-            checkpoint_layers(verifier.eval())
-        return TrainedModel(verifier, verifier.eval(), objective, self.experiment.models.compute_dtype)
+        return _trained(verifier, objective, verifier.close, training)
 
     def _open_verifier(self, like: VerifierModel | None = None) -> VerifierModel:
         section, models = self.experiment.verifier, self.experiment.models
@@ -191,7 +166,6 @@ class Worker:
         return VerifierEnsemble(members, fields["aggregation"], ScoreScales.none(len(members)))
 
     def _load(self, frame: Frame) -> None:
-        """Copy the shared tensors of a slot into its model."""
         tensors, model = tensors_at(frame.fields["place"]), self._models[frame.fields["slot"]]
         if isinstance(model, TrainedModel):
             with torch.no_grad():
@@ -229,8 +203,9 @@ class Worker:
 
     async def _generate(self, frame: Frame) -> None:
         """Sample a block of requests. Completions are sent as they finish, those of one turn of the loop together."""
-        requests, engine = frame.fields["requests"], await self._opened_engine()
-        tasks = {asyncio.create_task(engine.generate(request)): n for n, request in enumerate(requests)}
+        requests = frame.fields["requests"]
+        await run_in(self._executor, int)  # the first work of the thread opens the engine
+        tasks = {asyncio.create_task(self._engine.generate(request)): n for n, request in enumerate(requests)}
         own = {requests[number].id: task for task, number in tasks.items()}
         self._sampling |= own
         error: BaseException | None = None
@@ -259,12 +234,10 @@ class Worker:
 
     def _counted(self) -> EngineStats:
         """The engine's counts since the last call."""
-        stats, before = self._engine.stats, self._reported
-        self._reported = stats
-        return stats.since(before)
+        before, self._reported = self._reported, self._engine.stats
+        return self._reported.since(before)
 
     def _interrupt(self, frame: Frame) -> None:
-        """Cancel or cut requests; finished ones are ignored."""
         if frame.kind == "cut":
             self._engine.cut(frame.fields["ids"])
             return
@@ -277,19 +250,14 @@ class Worker:
     def _score(self, frame: Frame) -> dict[str, Any]:
         model = self._models[frame.fields["slot"]]
         assert not isinstance(model, TrainedModel)
-        sequences, starts = frame.fields["ids"], frame.fields["prompt_lengths"]
-        inputs = [
-            ScoreInput(ids, start, digest_of(ids, start), "") for ids, start in zip(sequences, starts, strict=True)
-        ]
+        given = zip(frame.fields["ids"], frame.fields["prompt_lengths"], strict=True)
+        inputs = [ScoreInput(ids, start, digest_of(ids, start), "") for ids, start in given]
+        budget, precision = frame.fields["token_budget"], self.experiment.models.compute_dtype
         backend = TorchBackend(
-            model,
-            "",
-            ScoreCache(len(inputs)),
-            token_budget=frame.fields["token_budget"],
-            executor=self._executor,
-            precision=self.experiment.models.compute_dtype,
+            model, "", ScoreCache(len(inputs)), token_budget=budget, executor=self._executor, precision=precision
         )
-        batches, scores_N = backend.batches(list(map(len, sequences))), np.empty(len(inputs), np.float32)
+        batches = backend.batches([len(entry.ids) for entry in inputs])
+        scores_N = np.empty(len(inputs), np.float32)
         for rows in batches:
             scores_N[rows] = backend.forward([inputs[row] for row in rows.tolist()]).scores
         return {"scores": scores_N, "passes": len(batches)}
@@ -309,12 +277,10 @@ class Worker:
             trained.objective.load_state(frame.fields["state"])
         parameters = trainable_parameters(trained.module)
         try:
-            losses, metrics = accumulate(
-                trained.module, trained.objective, frame.fields["micro_batches"], trained.precision
-            )
-            gradient = torch.cat(
-                [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters.values()]
-            )
+            precision = self.experiment.models.compute_dtype
+            losses, metrics = accumulate(trained.module, trained.objective, frame.fields["micro_batches"], precision)
+            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
+            gradient = torch.cat([part.reshape(-1) for part in found])
         finally:
             trained.module.zero_grad(set_to_none=True)
         return {"gradient": gradient.cpu().numpy(), **sums_of(losses, metrics)}
@@ -325,9 +291,17 @@ class Worker:
         return model
 
 
+def _trained(
+    module: nn.Module, objective: Objective[Any], close: Callable[[], None], training: Training
+) -> TrainedModel:
+    if training.gradient_checkpointing:
+        checkpoint_layers(module.eval())
+    return TrainedModel(module.eval(), objective, close)
+
+
 def own_device(kind: str, number: int) -> torch.device:
     """Where worker `number` computes. `kind`: "cpu", or "cuda" for the GPUs that it sees in turn: those of its machine,
-    or the one that Ray has reserved for it. Raises MissingRequirementError if torch finds none."""
+    or the one that Ray has reserved for it."""
     if kind == "cpu":
         return torch.device("cpu")
     if not (found := torch.cuda.device_count()):
@@ -337,8 +311,7 @@ def own_device(kind: str, number: int) -> torch.device:
 
 
 class WorkerProcess:
-    """Serves the driver: one `Worker` for each shard that the driver gives this process. They share one compute thread.
-    Takes the arguments of `Worker`."""
+    """Serves the driver: one `Worker` for each shard that the driver gives this process. They share one thread."""
 
     def __init__(self, send: Callable[[Frame], None]) -> None:
         self._send = send
@@ -362,12 +335,10 @@ class WorkerProcess:
         self._workers[shard].take(frame)
 
     def _load_of_process(self) -> dict[str, float]:
-        """Its peak memory so far, and if the system counts them, seconds on a core and seconds waiting for one since
-        the last probe."""
-        found, cores, before = {"peak_bytes": peak_memory()["rss_bytes"]}, self._cores.take(), self._probed
-        self._probed = time.monotonic()
+        """What LoadMeter.report takes (pvg.workers.scaling), since the last probe."""
+        cores, before, self._probed = self._cores.take(), self._probed, time.monotonic()
         times = {} if cores is None else {"ran_s": cores.ran_s, "waited_s": cores.waited_s}
-        return {**found, **times, "wall_s": self._probed - before}
+        return {**times, "peak_bytes": peak_memory()["rss_bytes"], "wall_s": self._probed - before}
 
 
 async def _serve(connection: socket.socket) -> None:
@@ -378,7 +349,7 @@ async def _serve(connection: socket.socket) -> None:
 
 
 def work(connection: socket.socket) -> None:
-    """Serve until the driver closes its end. Never returns: a computation in progress ends with the process."""
+    """Serve until the driver closes its end. A computation in progress ends with the process."""
     torch.set_num_threads(1)
     try:
         asyncio.run(_serve(connection))

@@ -1,20 +1,13 @@
 """The prover in training on several processes (*ranks*), each of which keeps a part of it: SPMD with torch's FSDP2.
 
-    with joined(launch) as group:                           # in each process (pvg.workers.launch)
-        group.serve()                                       # ranks 1 and up: do what rank 0 says, until it ends
-        model = ModelInRanks(group, executor, fields, trainable_parameters(learner.module))     # rank 0: the driver
-        trainer = Trainer(..., ranks=model)
+Each of N ranks has 1/N of the rows of every weight, gradient and moment. A pass gathers one layer at a time.
 
-`fully_shard` gives each of N ranks 1/N of the rows of every weight, and of its gradient and moments. A forward or
-backward pass gathers the weights of one layer at a time, and each rank gets its rows of the summed gradient.
+Rank 0 broadcasts what comes next as JSON and arrays; then each does its part, and what they exchange goes through
+torch's collectives, one whole tensor at a time. Nothing is pickled: pvg does not use torch's calls for objects, nor
+its own format of checkpoints, whose metadata is a pickle. Checkpoints are those of a trainer in one process, so any
+number of ranks continues those of any other. For them and for publishing, rank 0 has a whole copy of the weights.
 
-All ranks run the same code. Rank 0 broadcasts what comes next as JSON and arrays; then each does its part, and what
-they exchange goes through torch's collectives, one whole tensor at a time. Nothing is pickled: the calls of torch for
-objects are not used, nor its own format of checkpoints, whose metadata is a pickle. Checkpoints are those of a trainer
-in one process, so any number of ranks continues those of any other.
-
-Rank 0 also has a whole copy of the trained weights on the CPU, for publishing and checkpoints; its GPU has only its
-part. Invariant: all ranks run the same number of forward passes. Otherwise they would wait for each other.
+Invariant: all ranks run the same number of forward passes. Otherwise they would wait for each other.
 """
 
 from __future__ import annotations
@@ -65,32 +58,29 @@ from pvg.training.trainer import (
 )
 from pvg.workers.frames import Frame, packed, unpacked
 from pvg.workers.launch import ALONE, EXIT_LOST, Launch, RankLostError
-from pvg.workers.training import plain, policy_fields, policy_shards, read_sums, sums_of
+from pvg.workers.models import plain, policy_fields, policy_shards, read_sums, sums_of
 
 # What errors of a broken connection between ranks contain. torch has no type for them: all are RuntimeErrors.
 BROKEN = ("gloo/transport", "Gloo connectFullMesh", "NCCL", "Timed out waiting")
 LOOPBACK = "127.0.0.1"
 ELSEWHERE = "192.0.2.1"  # of no machine (RFC 5737)
 JOIN_S = 120.0  # for all processes to import torch and to find each other
-# Ranks wait for each other no longer than this: for one that hangs. A process that has ended breaks its connections at
-# once. For the next command of rank 0, the others wait as long as it samples.
-COLLECTIVE_S = 600.0
-COMMAND_S = 3.0e7
+COLLECTIVE_S = 600.0  # for a rank that hangs; one that has ended breaks its connections at once
+COMMAND_S = 3.0e7  # for the next command of rank 0, which may sample
 FIRST_S = 3.0  # for the driver to end before this process, so that torchrun reports the driver's error
 RETRY_S = 1.0
-# glibc keeps freed blocks of up to 32 MB for later ones. FSDP2 gathers and frees whole layers, so a rank would keep
-# more memory for them than for its part of the model. Larger blocks than this go back to the system at once.
+# Larger freed blocks go back to the system at once. glibc would keep those of whole layers, which FSDP2 gathers.
 LAYER_BYTES = 1 << 20
 
 
 class RankGroup:
-    """The processes of a launch, from the view of one of them. All methods block. They raise RankLostError if another
+    """The processes of a launch, from the view of one of them. All methods block, and raise RankLostError if another
     rank has ended or does not answer; then this group can do nothing more."""
 
     def __init__(self, launch: Launch) -> None:
         self.number, self.count, self.lost = launch.number, launch.processes, launch.lost
         self.here = launch.here  # processes on this machine
-        self._local = launch.local
+        self.local = launch.local
         self._part: _Part | None = None
         self.used = self.broken = False  # broken: it can do nothing more
         interface = _interface_to(LOOPBACK if launch.one_machine else launch.host)
@@ -122,8 +112,8 @@ class RankGroup:
             raise
 
     def serve(self) -> int:
-        """Ranks 1 and up: do what rank 0 says until it ends. Returns its exit code. SIGINT and SIGTERM do nothing:
-        launchers send them to all processes, and the driver decides when to stop."""
+        """Ranks 1 and up: do what rank 0 says until it ends. Returns its exit code. Launchers send SIGINT and SIGTERM
+        to all processes, and the driver decides when to stop."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         try:
@@ -148,11 +138,8 @@ class RankGroup:
 
     def _do(self, frame: Frame, whole: Mapping[str, Tensor]) -> Any:
         with self._lost_connections("The connection to another rank broke"):
-            if frame.kind == "open":
-                self._part = _Part(frame.fields, self.number, self._local)
-                return self._part.load(frame.fields, whole)
-            if frame.kind == "close":
-                self._part = None
+            if frame.kind in ("open", "close"):
+                self._part = _Part(frame.fields, whole, self) if frame.kind == "open" else None
                 return None
             assert self._part is not None
             if frame.kind == "gradient":
@@ -172,7 +159,6 @@ class RankGroup:
 
     @contextmanager
     def _lost_connections(self, what: str) -> Iterator[None]:
-        """Turns an error of a connection between ranks into a RankLostError that begins with `what`."""
         try:
             yield
         except RuntimeError as error:
@@ -187,8 +173,7 @@ class RankGroup:
 
 @contextmanager
 def joined(launch: Launch) -> Iterator[RankGroup]:
-    """Wait until all processes of the launch have joined. At the end the others get this one's exit code, if it is
-    rank 0."""
+    """Wait until all processes of the launch have joined. At the end the others get rank 0's exit code."""
     group, code = RankGroup(launch), 1
     if not launch.number:
         del os.environ["TORCHELASTIC_RUN_ID"]  # its children are no ranks
@@ -225,10 +210,8 @@ class _Root(nn.Module):
 
 def sharded(module: nn.Module, objective: PolicyObjective, device: torch.device, precision: str) -> _Root:
     """`module` with its loss, divided over all ranks. Each layer is gathered separately; the rest (embedding, norm and
-    head, which may be tied) together. Gradients are summed, because pvg's losses are sums over micro-batches.
-
-    With bfloat16 passes, weights are gathered in bfloat16, and gradients summed in float32. Autocast alone would gather
-    float32, and keep its bfloat16 copies of all layers until the backward pass."""
+    head, which may be tied) together. Gradients are summed, because pvg's losses are sums over micro-batches. With
+    bfloat16, autocast alone would gather float32, and keep its copies of all layers until the backward pass."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -250,15 +233,15 @@ def sharded(module: nn.Module, objective: PolicyObjective, device: torch.device,
 class _Part:
     """What one rank keeps of the prover in training. All ranks call the same methods in the same order."""
 
-    def __init__(self, fields: Mapping[str, Any], number: int, local: int) -> None:
-        """Open the prover and its loss, and keep this rank's part. For a moment, the memory of the CPU holds the whole
-        model."""
+    def __init__(self, fields: Mapping[str, Any], whole: Mapping[str, Tensor], group: RankGroup) -> None:
+        """Open the prover and its loss, and keep this rank's part of rank 0's weights and moments. For a moment, the
+        memory of the CPU holds the whole model."""
         training = Training.model_validate_json(orjson.dumps(fields["training"]))
         rollout = Rollouts.model_validate_json(orjson.dumps(fields["rollout"]))
         models = Models.model_validate_json(orjson.dumps(fields["models"]))
-        self._number, self._precision, cpu = number, models.compute_dtype, torch.device("cpu")
-        device = torch.device("cuda", local) if fields["device"] == "cuda" else cpu
-        if number:
+        self._number, self._precision, cpu = group.number, models.compute_dtype, torch.device("cpu")
+        device = torch.device("cuda", group.local) if fields["device"] == "cuda" else cpu
+        if self._number:
             torch.set_num_threads(fields["threads"])
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -280,9 +263,6 @@ class _Part:
         self._root = sharded(module, objective, device, self._precision)
         self._parameters = trainable_parameters(module)
         self._optimizer = build_optimizer(self._parameters, OptimizerSettings(**fields["optimizer"]))
-
-    def load(self, fields: Mapping[str, Any], whole: Mapping[str, Tensor]) -> None:
-        """Take this rank's part of rank 0's weights, and of its moments if it has some."""
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 _take(parameter, whole.get(f"model.{name}"))
@@ -295,53 +275,45 @@ class _Part:
             self._optimizer.state[parameter] = state
 
     def gradient(self, frame: Frame) -> Frame:
-        """Add up this rank's micro-batches, and passes of weight 0 up to the number of passes of all ranks. Returns
-        their losses and metrics."""
+        """Add up this rank's micro-batches, and passes of weight 0 up to the number of passes of all ranks."""
         micro_batches = frame.fields["micro_batches"][self._number]
         self._root.zero_grad(set_to_none=True)  # of a gradient that was only probed
         self._root.objective.load_state(frame.fields["state"])
-        losses, metrics = accumulate(self._root, _loss, micro_batches, self._precision)
+        losses, metrics = accumulate(self._root, nn.Module.__call__, micro_batches, self._precision)
         passes = max(len(part) for part in frame.fields["micro_batches"])
         padding = [frame.fields["padding"]] * (passes - len(micro_batches))
         accumulate(self._root, _nothing, padding, self._precision)
         return Frame("gradient", sums_of(losses, metrics))
 
     def update(self, fields: Mapping[str, Any], whole: Mapping[str, Tensor]) -> float:
-        """Clip the gradient and step; a gradient that is not finite changes nothing. Writes the new weights into rank
-        0's whole tensors. Returns the gradient's norm before clipping."""
-        norm = nn.utils.clip_grad_norm_(self._parameters.values(), fields["clip"])
-        found = float(_full(norm).item())
-        if math.isfinite(found):
+        """Clip the gradient and step, and write the new weights into rank 0's whole tensors. A gradient that is not
+        finite changes nothing. Returns its norm before clipping."""
+        norm = float(_full(nn.utils.clip_grad_norm_(self._parameters.values(), fields["clip"])).item())
+        if math.isfinite(norm):
             for group in self._optimizer.param_groups:
                 group["lr"] = fields["rate"]
             self._optimizer.step()
         self._root.zero_grad(set_to_none=True)
-        if math.isfinite(found):
+        if math.isfinite(norm):
             with torch.no_grad():
                 for name, parameter in self._parameters.items():
                     gathered = _full(parameter)  # on all ranks, so one tensor at a time
                     if name in whole:
                         whole[name].copy_(gathered)
-        return found
+        return norm
 
     def moments(self) -> dict[str, Tensor]:
         """The whole moments, on the CPU of rank 0; the other ranks return nothing."""
-        found = {}
+        found = dict[str, Tensor]()
         for name, own in optimizer_tensors(self._optimizer, self._parameters).items():
-            gathered = _full(own)
-            if not self._number:
-                found[name] = gathered.cpu()
+            gathered = _full(own)  # on all ranks
+            found |= {} if self._number else {name: gathered.cpu()}
         return found
-
-
-def _loss(root: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
-    found: tuple[Tensor, Metrics] = root(micro_batch)
-    return found
 
 
 def _nothing(root: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
     """A pass that takes part in the exchange and adds nothing."""
-    loss, metrics = _loss(root, micro_batch)
+    loss, metrics = root(micro_batch)
     return loss * 0.0, metrics
 
 
@@ -363,7 +335,8 @@ def _full(tensor: Tensor) -> Tensor:
 
 class ModelInRanks(TrainerRanks[PolicyBatch]):
     """A prover in training, in the driver. `gradients`, `update` and `moments` block: call them in the thread of
-    `executor`, which `prepare` and `close` use too."""
+    `executor`. `fields`: how a rank opens the model (`rank_fields`). `parameters`: the whole trained weights by name,
+    which `update` keeps current."""
 
     def __init__(
         self,
@@ -373,8 +346,6 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
         parameters: Mapping[str, nn.Parameter],
         events: Events,
     ) -> None:
-        """`fields`: how a rank opens the model (`rank_fields`). `parameters`: the whole trained weights by name, which
-        `update` keeps current."""
         self._group = group
         self._executor = executor
         self._fields = fields
@@ -396,7 +367,6 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
         self._events.event("workers", event="ranks up", ranks=self._group.count, ms=taken_ms)
 
     async def close(self) -> None:
-        """Free the ranks' memory. A second call does nothing."""
         await run_in(self._executor, self._close)
 
     def shards(self, batch: PolicyBatch) -> list[PolicyBatch]:
@@ -497,7 +467,6 @@ def noted_run(launch: Launch) -> str:
 
 
 def note_run(launch: Launch, folder: str) -> None:
-    """Leave the folder of the run for the driver of the next attempt."""
     if not launch.store:
         agent = _agent(launch)
         agent.set("pvg/run", folder)
@@ -505,7 +474,6 @@ def note_run(launch: Launch, folder: str) -> None:
 
 
 def _interface_to(host: str) -> str:
-    """The name of this machine's network interface for a connection to `host`. Sends nothing."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -1,9 +1,5 @@
 """Decides how many worker processes a run has, between a lowest and a highest number. Knows no process and no clock.
 
-    demand = Demand()
-    demand.add(lasted_s, moment, trained_s)                 # several times per second
-    decision = decide(demand, lowest=1, highest=4)
-
 Work *waits* while its process works for another shard, so only another process makes it faster. A worker is added when
 work has waited for half of about the last WINDOW_S, and the trainer was idle meanwhile. A trainer that is never idle
 needs no faster rollouts. A worker is removed when it had next to nothing to do for IDLE_S.
@@ -18,23 +14,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pvg.errors import counted
+from pvg.telemetry.device import note_worker_peaks
 
 WINDOW_S = 5.0  # a few steps of the embedded game; also the least time between two changes
 IDLE_S = 30.0  # so that a short pause of the workers ends none of them
 LEAST_WAITED = 0.5  # share of the window
 LEAST_IDLE = 0.2  # share of the window; the optimizer, packing and commits stay below it
 MOST_BUSY = 0.05  # share of the time; a moving average falls to it within IDLE_S
+MOST_NAMED = 64  # workers that have separate metrics
 SHARD_COST = 0.01  # load of a shard without work, so that such shards are divided too
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What waits at one moment: `groups` to be sampled, `parts` of a scoring or training step. `training_waits`: some
-    of these parts belong to the trainer. `workers`: the numbers of all workers; `busy`: of those that have work;
-    `shards`: the shards that have work."""
+    """What waits at one moment: so many requests, and whether some are the trainer's. `workers`: the numbers of all
+    workers; `busy`: of those that have work; `shards`: the shards that have work."""
 
-    groups: int
-    parts: int
+    waiting: int
     training_waits: bool
     workers: frozenset[int]
     busy: frozenset[int]
@@ -45,10 +41,10 @@ class Moment:
 class Demand:
     """What was seen in the `seen_s` seconds since the last change, as moving averages: the share of the time in which
     anything `waited` and in which the trainer was idle, over WINDOW_S; for each worker the share in which it was busy,
-    and the same of each shard that had work, over IDLE_S / 3. `what` waited last, in words."""
+    and the same of each shard that had work, over IDLE_S / 3. `waiting`: the last requests that waited."""
 
     seen_s: float = 0.0
-    what: str = ""
+    waiting: int = 0
     waited: float = 0.0
     trainer_idle: float = 0.0
     busy: dict[int, float] = field(default_factory=dict)
@@ -59,10 +55,8 @@ class Demand:
         self.seen_s += lasted_s
         # The mean of all that was seen, until this is more than the window.
         weight, longer = (min(1.0, lasted_s / min(self.seen_s, window_s)) for window_s in (WINDOW_S, IDLE_S / 3))
-        if moment.groups or moment.parts:
-            parts = f"{counted(moment.parts, 'part')} of a step"
-            self.what = counted(moment.groups, "group") if moment.groups else parts
-        self.waited += weight * (bool(moment.groups or moment.parts) - self.waited)
+        self.waiting = moment.waiting or self.waiting
+        self.waited += weight * (bool(moment.waiting) - self.waited)
         idle = 1.0 if moment.training_waits else max(0.0, 1.0 - trained_s / lasted_s)
         self.trainer_idle += weight * (idle - self.trainer_idle)
         for shares, numbers, working in (
@@ -88,7 +82,7 @@ def decide(demand: Demand, *, lowest: int, highest: int) -> Decision | None:
         return None
     workers = len(demand.busy)
     if workers < highest and demand.waited >= LEAST_WAITED and demand.trainer_idle >= LEAST_IDLE:
-        why = f"work ({demand.what}) waited for {demand.waited:.0%} of the last {WINDOW_S:g} s"
+        why = f"{counted(demand.waiting, 'request')} waited for {demand.waited:.0%} of the last {WINDOW_S:g} s"
         return Decision(None, f"{why}, and the trainer was idle for {demand.trainer_idle:.0%}")
     if workers > lowest and demand.seen_s >= IDLE_S:
         number = max((worker for worker, busy in demand.busy.items() if busy <= MOST_BUSY), default=None)
@@ -98,11 +92,9 @@ def decide(demand: Demand, *, lowest: int, highest: int) -> Decision | None:
 
 
 def shards_to_take(served: Mapping[int, Sequence[int]], busy: Mapping[int, float]) -> list[int]:
-    """The shards that a new worker takes from the others, `served` by number of worker. `busy`: as `Demand.shards`.
-
-    The most loaded worker gives its second busiest shard, again and again, while it stays the more loaded one. So the
-    new worker gets work that has waited, and every other one keeps a shard.
-    """
+    """The shards that a new worker takes from the others, `served` by number of worker. `busy`: as `Demand.shards`. The
+    most loaded worker gives its second busiest shard, again and again, while it stays the more loaded one. So the new
+    worker gets work that has waited, and every other one keeps a shard."""
     rest = {worker: sorted(shards, key=lambda shard: -busy.get(shard, 0.0)) for worker, shards in served.items()}
     taken: list[int] = []
 
@@ -115,3 +107,37 @@ def shards_to_take(served: Mapping[int, Sequence[int]], busy: Mapping[int, float
             break
         taken.append(donor.pop(1))
     return taken
+
+
+class LoadMeter:
+    def __init__(self) -> None:
+        self._times: dict[int, tuple[float, float, float]] = {}  # by worker: on a core, waiting for one, and in all
+        self._peaks: dict[int, float] = {}  # resident bytes, by worker
+
+    def report(self, worker: int, fields: Mapping[str, float]) -> None:
+        """`ran_s` and `waited_s` in the `wall_s` since the last report, if the system counts them; `peak_bytes` of its
+        resident memory so far."""
+        self._peaks[worker] = max(self._peaks.get(worker, 0.0), fields.get("peak_bytes", 0.0))
+        note_worker_peaks(self._peaks.values())
+        if "ran_s" in fields:
+            new = (fields["ran_s"], fields["waited_s"], fields["wall_s"])
+            before = self._times.get(worker, (0.0, 0.0, 0.0))
+            self._times[worker] = (before[0] + new[0], before[1] + new[1], before[2] + new[2])
+
+    def sample(self, up: Sequence[bool], restarts: Sequence[int]) -> dict[str, float]:
+        """The metrics of the place `workers` (pvg.telemetry.catalogue) since the last call. `up`, `restarts`: by
+        worker. A worker without a report since then has no share."""
+        found = {"up": float(sum(up)), "restarts": float(sum(restarts))}
+        times, self._times = self._times, {}
+        shares = {worker: min(1.0, (ran_s + waited_s) / wall_s) for worker, (ran_s, waited_s, wall_s) in times.items()}
+        if shares:
+            ran, waited, _ = zip(*times.values(), strict=True)
+            found |= {"ran_s": sum(ran), "waited_s": sum(waited), "longest_wait_s": max(waited)}
+            found["core_wait"] = sum(waited) / (sum(ran) + sum(waited) or 1.0)
+            found["busy"] = sum(shares.values()) / len(shares)
+            found["busy_most"], found["busy_least"] = max(shares.values()), min(shares.values())
+        if len(up) <= MOST_NAMED:
+            found |= {f"w{worker}_busy": share for worker, share in shares.items()}
+            for worker, (is_up, count) in enumerate(zip(up, restarts, strict=True)):
+                found |= {f"w{worker}_up": float(is_up), f"w{worker}_restarts": float(count)}
+        return found

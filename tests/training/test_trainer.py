@@ -26,7 +26,7 @@ from pvg.training.trainer import (
     checkpoint_layers,
     trainable_parameters,
 )
-from pvg.workers.training import policy_shards
+from pvg.workers.models import policy_shards
 
 VOCABULARY = 11
 SETTINGS = OptimizerSettings(learning_rate=1e-2, warmup=2, schedule="linear", total_steps=8, gradient_clip=0.5)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from test_worker_processes import experiment, sampled
-from worker_stand_ins import DyingSupply, RecordedEvents
+from worker_stand_ins import DyingSupply, RecordedEvents, kept_supply
 
 from pvg.config.load import build_experiment
 from pvg.config.operation import LocalCluster, processes_of
@@ -17,7 +17,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.workers import pool as pool_module
 from pvg.workers import scaling
 from pvg.workers.frames import Frame
-from pvg.workers.local import LocalMember, LocalSupply
+from pvg.workers.local import LocalMember
 from pvg.workers.pool import WorkerPool
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def shared_out(pool: WorkerPool) -> list[int]:
 
 async def within(pool_of: tuple[int, int], work: Callable[[WorkerPool, RecordedEvents], Awaitable[None]]) -> None:
     events = RecordedEvents()
-    pool = WorkerPool(experiment(SHARDS), SHARDS, LocalSupply(), events, processes=pool_of)
+    pool = WorkerPool(experiment(SHARDS), SHARDS, kept_supply(), events, processes=pool_of)
     await pool.start()
     try:
         await asyncio.wait_for(work(pool, events), 120)

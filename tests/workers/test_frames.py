@@ -17,8 +17,6 @@ from hypothesis.extra import numpy as npst
 
 from pvg.records import Timing, VersionSpan
 from pvg.rollout.engine import Completion, GenerationRequest, PartialCompletion, Sampling
-from pvg.training.batch import PolicyBatch
-from pvg.verifier.data import VerifierBatch
 from pvg.workers.frames import MOST_HEADER, PREFIX, Frame, packed, receive, send, unpacked
 
 DTYPES = st.sampled_from([np.float32, np.float64, np.int32, np.int64, np.uint8, np.bool_])
@@ -90,43 +88,8 @@ def test_a_damaged_length_takes_no_memory():
         received_bytes(PREFIX.pack(MOST_HEADER + 1, 0))
 
 
-def same(record, other) -> None:
-    for entry in fields(record):
-        value, found = getattr(record, entry.name), getattr(other, entry.name)
-        if isinstance(value, list):
-            assert len(value) == len(found)
-            for one, another in zip(value, found, strict=True):
-                np.testing.assert_array_equal(one, another)
-        else:
-            np.testing.assert_array_equal(value, found)
-
-
 def sent(value: Any) -> Any:
     return unpacked(b"".join(packed(Frame("kind", {"value": value})))).fields["value"]
-
-
-def test_batches_survive_the_way():
-    policy = PolicyBatch(
-        sequences=[np.arange(4, dtype=np.int32), np.arange(6, dtype=np.int32)],
-        prompt_lengths=np.array([2, 3], np.int32),
-        sampled_logprobs=[np.zeros(2, np.float32), np.ones(2, np.float32)],
-        reference_logprobs=None,
-        advantages_N=np.array([1.0, np.nan], np.float32),
-        role_ids_N=np.array([0, 1], np.int8),
-        group_ids_N=np.array([3, 4], np.int32),
-        versions_N=np.array([1, 1], np.int32),
-        routed_experts=[np.zeros((3, 2, 1), np.uint8), np.ones((5, 2, 1), np.uint8)],
-        sampled_masks=[np.array([True, True]), np.array([True, False, True])],
-    )
-    same(policy, sent(policy))
-    pairs = VerifierBatch(
-        sequences=policy.sequences,
-        prompt_lengths_N=np.array([1, 1], np.int32),
-        pairs_M2=np.array([[0, 1]], np.int32),
-        references_N=None,
-        shares_M=np.array([0.5], np.float32),
-    )
-    same(pairs, sent(pairs))
 
 
 def test_requests_and_completions_survive_the_way():

@@ -243,7 +243,7 @@ def test_a_driver_may_take_its_time_to_end(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_signal_between_two_attempts_ends_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks_run(tmp_path, monkeypatch, '[ -n "$PVG_RANKS_LOST" ] || kill -9 $$')
+    ranks_run(tmp_path, monkeypatch, """case "$PVG_RANKS" in *'"lost": ""'*) kill -9 $$;; esac""")
     with pytest.raises(StoppedAtStart):
         start_ranks(2, [], tmp_path / "run", lambda text: os.kill(os.getpid(), signal.SIGINT))
 
@@ -279,7 +279,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def changed(folder: Path, *lines: str) -> dict[str, str]:
     """An environment in which Python runs these lines in every process of the launch."""
-    code = ["import os, signal", "from pvg.workers import launch", "if launch.STORE in os.environ:"]
+    code = ["import os, signal", "from pvg.workers import launch", "if launch.OWN in os.environ:"]
     code += ["    from pvg.workers import ranks", *(f"    {line}" for line in lines)]
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text("\n".join(code))

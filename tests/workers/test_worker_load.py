@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 from test_worker_processes import experiment, sampled, workers_of
-from worker_stand_ins import RecordedEvents
+from worker_stand_ins import RecordedEvents, kept_supply
 
 from pvg.telemetry import device
 from pvg.telemetry.catalogue import metric
 from pvg.workers import pool as pool_module
-from pvg.workers.load import MOST_NAMED, LoadMeter
-from pvg.workers.local import LocalSupply
 from pvg.workers.pool import WorkerPool
+from pvg.workers.scaling import MOST_NAMED, LoadMeter
 
 pytestmark = pytest.mark.slow
 
@@ -59,13 +58,23 @@ def test_many_workers_have_no_metrics_of_their_own() -> None:
     assert metric("workers/w12_busy") is not None
 
 
-def test_workers_report_their_load_and_their_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs the counters of Linux")
+def test_workers_report_their_load_their_peaks_and_their_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "PROBE_S", 0.1)
+    monkeypatch.setattr(device, "_WORKER_PEAKS", {})
+    assert set(device.peak_memory()) == {"rss_bytes"}
 
     async def play() -> None:
-        pool = WorkerPool(experiment(2), 2, LocalSupply(), RecordedEvents())
+        pool = WorkerPool(experiment(2), 2, kept_supply(), RecordedEvents())
         await pool.start()
         try:
+            least = [peak_of(pid) for pid in workers_of(pool)]
+            async with asyncio.timeout(120):
+                while device.peak_memory().get("workers_rss_bytes", 0.0) < sum(least):  # noqa: ASYNC110 - nothing tells it
+                    await asyncio.sleep(0.05)
+            peaks, most = device.peak_memory(), [peak_of(pid) for pid in workers_of(pool)]
+            assert sum(least) <= peaks["workers_rss_bytes"] <= sum(most)
+            assert max(least) <= peaks["worker_rss_bytes"] <= max(most)
             pool.measured()
             found: dict[str, float] = {}
             while "w0_busy" not in found or "w1_busy" not in found:
@@ -78,29 +87,6 @@ def test_workers_report_their_load_and_their_restarts(monkeypatch: pytest.Monkey
             while (found := pool.measured())["restarts"] == 0 or found["up"] < 2:  # noqa: ASYNC110 - nothing tells it
                 await asyncio.sleep(0.05)
             assert (found["w0_restarts"], found["w1_restarts"]) == (0, 1)
-        finally:
-            await pool.close()
-
-    asyncio.run(play())
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs the counters of Linux")
-def test_workers_report_the_peaks_of_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "PROBE_S", 0.1)
-    monkeypatch.setattr(device, "_WORKER_PEAKS", {})
-    assert set(device.peak_memory()) == {"rss_bytes"}
-
-    async def play() -> None:
-        pool = WorkerPool(experiment(2), 2, LocalSupply(), RecordedEvents())
-        await pool.start()
-        try:
-            least = [peak_of(pid) for pid in workers_of(pool)]
-            async with asyncio.timeout(120):
-                while device.peak_memory().get("workers_rss_bytes", 0.0) < sum(least):  # noqa: ASYNC110 - nothing tells it
-                    await asyncio.sleep(0.05)
-            found, most = device.peak_memory(), [peak_of(pid) for pid in workers_of(pool)]
-            assert sum(least) <= found["workers_rss_bytes"] <= sum(most)
-            assert max(least) <= found["worker_rss_bytes"] <= max(most)
         finally:
             await pool.close()
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worker_stand_ins import DyingSupply, RecordedEvents
+from worker_stand_ins import DyingSupply, RecordedEvents, kept_supply
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
@@ -46,10 +46,10 @@ from pvg.workers import pool as pool_module
 from pvg.workers.engine import WorkerEngine
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.local import LocalMember, LocalSupply
+from pvg.workers.models import ModelInWorkers, policy_shards
 from pvg.workers.pool import WorkerPool
 from pvg.workers.process import Worker
-from pvg.workers.shared import SharedBuffers, SharedTensors
-from pvg.workers.training import ModelInWorkers, policy_shards
+from pvg.workers.shared import SharedBuffers
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +99,7 @@ def policy_batch(rollouts) -> PolicyBatch:
 async def one_step(workers: int, trainers: int = 0, watch: Callable[[WorkerPool], None] | None = None) -> dict:
     """Sample, score, compute reference log-probs and one optimizer step, with this many workers."""
     chosen = experiment(workers, trainers)
-    players = Players(chosen, open_task(chosen.task))
+    players = Players(chosen, open_task(chosen.task), supply=kept_supply() if workers else None)
     try:
         await players.ready()
         if watch is not None:
@@ -199,7 +199,7 @@ def workers_of(pool: WorkerPool) -> list[int]:
 async def killed_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "PROBE_S", 0.3)
     events = RecordedEvents()
-    pool = WorkerPool(experiment(2), 2, LocalSupply(), events)
+    pool = WorkerPool(experiment(2), 2, kept_supply(), events)
     await pool.start()
     try:
         expected = await sampled(pool, 0)
@@ -252,27 +252,14 @@ async def killed_twice_before_it_is_ready(pool: WorkerPool, expected: list[bytes
     expected[:] = newer
 
 
-class WeighedSupply(LocalSupply):
-    """Counts the bytes of the weights that it hands over."""
+def test_of_a_policy_with_adapters_only_these_travel(monkeypatch):
+    weighed, chosen, write = list[int](), experiment(2, rank=4), SharedBuffers.write
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: list[int] = []
+    async def weighing(buffers: SharedBuffers, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        weighed.append(sum(tensor.nbytes for tensor in tensors.values()))
+        return await write(buffers, tensors)
 
-    def weights(self) -> SharedBuffers:
-        buffers = super().weights()
-        write = buffers.write
-
-        async def weighed(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-            self.bytes.append(sum(tensor.nbytes for tensor in tensors.values()))
-            return await write(tensors)
-
-        buffers.write = weighed  # type: ignore[method-assign]
-        return buffers
-
-
-def test_of_a_policy_with_adapters_only_these_travel():
-    supply, chosen = WeighedSupply(), experiment(2, rank=4)
+    monkeypatch.setattr(SharedBuffers, "write", weighing)
     alpha = chosen.training.adapters.alpha
     with open_model(chosen.models.prover, torch.device("cpu")) as base, attach_adapters(base, 4, alpha, 1) as policy:
         for name, parameter in policy.module.named_parameters():
@@ -281,7 +268,7 @@ def test_of_a_policy_with_adapters_only_these_travel():
         tensors, adapter = policy.policy()
 
     async def play() -> None:
-        pool = WorkerPool(chosen, 2, supply)
+        pool = WorkerPool(chosen, 2, kept_supply())
         await pool.start()
         try:
             first = await sampled(pool, 0)
@@ -295,7 +282,7 @@ def test_of_a_policy_with_adapters_only_these_travel():
             await pool.close()
 
     asyncio.run(asyncio.wait_for(play(), 120))
-    small, whole = supply.bytes
+    small, whole = weighed
     assert small == sum(tensor.nbytes for tensor in adapter.tensors.values()) < whole / 5
 
 
@@ -305,7 +292,8 @@ def test_a_worker_has_no_second_set_of_the_layers_with_adapters():
     with open_model(chosen.models.prover, torch.device("cpu")) as base, attach_adapters(base, 2, alpha, 1) as policy:
         whole = sum(weight.nbytes for weight in base.weights().values())
         layers = sum(weight.nbytes for name, weight in base.weights().items() if ".layers." in name)
-        shared = SharedTensors(policy.adapter().tensors)
+        shared = SharedBuffers()
+        place = asyncio.run(shared.write(policy.adapter().tensors))
     answers: list[Frame] = []
 
     async def load(executor: ThreadPoolExecutor) -> int:
@@ -320,7 +308,7 @@ def test_a_worker_has_no_second_set_of_the_layers_with_adapters():
         await ask("start", experiment=chosen.plain(), device="cpu", worker=0)
         live = LiveBytes(worker.base.module)
         await asyncio.wrap_future(executor.submit(live.__enter__))
-        await ask("policy", version=1, trace="t", adapted=True, place=shared.place)
+        await ask("policy", version=1, trace="t", adapted=True, place=place)
         await asyncio.wrap_future(executor.submit(live.__exit__, None, None, None))
         await worker.leave()
         return live.peak
@@ -441,22 +429,23 @@ def test_weights_reach_the_workers_before_the_work_even_if_a_caller_leaves():
 def test_a_worker_that_hangs_from_its_first_moment_on_is_replaced(monkeypatch):
     monkeypatch.setattr(pool_module, "PROBE_S", 0.3)
 
-    class StopsFirst(LocalSupply):
-        stopped = 0
+    stopped, start = list[int](), LocalSupply.start
 
-        async def start(self, successor: bool = False) -> LocalMember:
-            member = await super().start()
-            if not self.stopped:
-                self.stopped = member.pid
-                os.kill(member.pid, signal.SIGSTOP)
-            return member
+    async def stop_first(supply: LocalSupply, successor: bool = False) -> LocalMember:
+        member = await start(supply)
+        if not stopped:
+            stopped.append(member.pid)
+            os.kill(member.pid, signal.SIGSTOP)
+        return member
+
+    monkeypatch.setattr(LocalSupply, "start", stop_first)
 
     async def run() -> RecordedEvents:
-        events, supply = RecordedEvents(), StopsFirst()
-        pool = WorkerPool(experiment(2), 2, supply, events)
+        events = RecordedEvents()
+        pool = WorkerPool(experiment(2), 2, kept_supply(), events)
         try:
             await asyncio.wait_for(pool.start(), 120)
-            assert supply.stopped not in workers_of(pool)
+            assert stopped[0] not in workers_of(pool)
             # The end of a run does not wait for one that hangs and has not read what it was sent.
             os.kill(workers_of(pool)[1], signal.SIGSTOP)
             pool.submit(1, Frame("score", {"much": np.zeros(1 << 24)}))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pvg.training.batch import PolicyBatch
 from pvg.verifier.data import VerifierBatch
 from pvg.workers.engine import shard_of
-from pvg.workers.training import balanced, pair_shards, policy_shards
+from pvg.workers.models import balanced, pair_shards, policy_shards
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import socket
+from functools import cache
 from typing import Any
 
 from pvg.workers.frames import Frame, receive, send
-from pvg.workers.local import LocalMember
+from pvg.workers.local import LocalMember, LocalSupply
 from pvg.workers.shared import SharedBuffers
 
 
@@ -20,6 +22,21 @@ class RecordedEvents:
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [seen for seen in self.seen if seen.get("event") == event]
+
+
+class KeptSupply(LocalSupply):
+    """Real workers, and one nursery for all tests of a process, because it takes seconds to import torch. A pool kills
+    its workers before it ends its supply."""
+
+    def end(self) -> None:
+        self._lock = asyncio.Lock()  # the next test has another event loop
+
+
+@cache
+def kept_supply() -> KeptSupply:
+    supply = KeptSupply()
+    atexit.register(LocalSupply.end, supply)
+    return supply
 
 
 class DyingSupply:
