@@ -49,11 +49,12 @@ def test_workers_that_join_leave_and_die_at_random_change_no_bit(
                 await asyncio.sleep(0.2)
             used = [worker.number for worker in pool._workers if worker.used]
             member = pool._workers[chance.choice(used)].member
-            if chance.random() < 0.2 and member is not None:
+            first = bool(done["added"] and not done["killed"])  # each happens once, in a short game too
+            if (first or chance.random() < 0.2) and member is not None:
                 os.kill(member.pid, signal.SIGKILL)
                 done["killed"] += 1
                 await asyncio.sleep(chance.uniform(0.0, 0.1))
-            elif len(used) == 1 or (len(used) < SHARDS and chance.random() < 0.5):
+            elif len(used) == 1 or (len(used) < SHARDS and done["removed"] and chance.random() < 0.5):
                 await pool.add("chance", {})
                 done["added"] += 1
             else:
