@@ -28,8 +28,24 @@ class KeptSupply(LocalSupply):
     """Real workers, and one nursery for all tests of a process, because it takes seconds to import torch. A pool kills
     its workers before it ends its supply."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._started: list[int] = []
+
+    async def start(self, successor: bool = False) -> LocalMember:
+        member = await super().start(successor)
+        self._started.append(member.pid)
+        return member
+
     def end(self) -> None:
+        """Let the nursery wait for its workers, which no longer show up as processes then."""
         self._lock = asyncio.Lock()  # the next test has another event loop
+        self._control.setblocking(True)
+        while self._started and not self._broken:
+            self._control.sendall(f"wait {self._started.pop()}\n".encode())
+            self._control.recv(64)
+        self._control.setblocking(False)
+        self._started.clear()
 
 
 @cache
