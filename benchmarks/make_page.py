@@ -32,7 +32,7 @@ from pvg.bench.workloads import WALL, find_profile
 from pvg.errors import PvgError, UsageError
 from pvg.reporting.table import markdown_lines
 from pvg_cli.bench_tables import BETTER, number
-from pvg_cli.compare_table import interval
+from pvg_cli.compare import interval
 
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = "python -m benchmarks.make_page"

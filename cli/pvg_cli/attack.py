@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from pvg.errors import EXIT_CHECK_FAILED, StoppedAtStart, UsageError, user_paths
 from pvg_cli.boundary import EXIT_STOPPED, announce_loading, command_line, emit, say
@@ -43,27 +44,27 @@ TASK_HELP = "The problems: those of an experiment, or of a task of your own."
 
 def attack(
     *,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)],
-    task: Annotated[str | None, typer.Option(metavar="NAME|FILE|FILE.py:CLASS", help=TASK_HELP)] = None,
-    data: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help=DATA_HELP)] = None,
-    problems: Annotated[int, typer.Option(min=1, help="Problems that are used, at most.")] = 32,
-    seed: Annotated[int, typer.Option(help="Of the draws of problems and texts.")] = 0,
+    target: Annotated[str, Argument(metavar="TARGET", help=TARGET_HELP)],
+    task: Annotated[str | None, Option(metavar="NAME|FILE|FILE.py:CLASS", help=TASK_HELP)] = None,
+    data: Annotated[Path | None, Option(metavar="FILE.jsonl", help=DATA_HELP)] = None,
+    problems: Annotated[int, Option(min=1, help="Problems that are used, at most.")] = 32,
+    seed: Annotated[int, Option(help="Of the draws of problems and texts.")] = 0,
     round_: RoundOption = -1,
-    sandbox: Annotated[bool, typer.Option("--sandbox", help="Run FILE.py:NAME in pvg's sandbox.")] = False,
-    limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Of one call of the target.")] = 10.0,
-    threshold: Annotated[float | None, typer.Option(help="Least accepted score. Default: a run's own, or 0.5.")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, max=256, help="Calls at once. Default: 1; HTTP: 8.")] = None,
-    model: Annotated[str, typer.Option(help="The model of a URL. Default: its only one.")] = "",
-    key_env: Annotated[str, typer.Option(metavar="VARIABLE", help="Has the key. Default: OPENAI_API_KEY.")] = "",
-    template: Annotated[Path | None, typer.Option(help="Prompt of a judge, with {problem}, {text}, {answer}.")] = None,
-    accept: Annotated[str, typer.Option(metavar="WORD", help="The last word of a judge that accepts.")] = "YES",
-    refuse: Annotated[str, typer.Option(metavar="WORD", help="The last word of a judge that refuses.")] = "NO",
-    train: Annotated[str | None, typer.Option(metavar="MODEL", help="Train it too. prover: that of the task.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the trained attack, at most.")] = 200,
+    sandbox: Annotated[bool, Option("--sandbox", help="Run FILE.py:NAME in pvg's sandbox.")] = False,
+    limit: Annotated[float, Option(min=0.1, metavar="SECONDS", help="Of one call of the target.")] = 10.0,
+    threshold: Annotated[float | None, Option(help="Least accepted score. Default: a run's own, or 0.5.")] = None,
+    concurrency: Annotated[int | None, Option(min=1, max=256, help="Calls at once. Default: 1; HTTP: 8.")] = None,
+    model: Annotated[str, Option(help="The model of a URL. Default: its only one.")] = "",
+    key_env: Annotated[str, Option(metavar="VARIABLE", help="Has the key. Default: OPENAI_API_KEY.")] = "",
+    template: Annotated[Path | None, Option(help="Prompt of a judge, with {problem}, {text}, {answer}.")] = None,
+    accept: Annotated[str, Option(metavar="WORD", help="The last word of a judge that accepts.")] = "YES",
+    refuse: Annotated[str, Option(metavar="WORD", help="The last word of a judge that refuses.")] = "NO",
+    train: Annotated[str | None, Option(metavar="MODEL", help="Train it too. prover: that of the task.")] = None,
+    steps: Annotated[int, Option(min=1, help="Optimizer steps of the trained attack, at most.")] = 200,
     overrides: SetOption = None,
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Of results. Default: attacks/TARGET.")] = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the card as Markdown.")] = None,
-    fail_above: Annotated[str | None, typer.Option(metavar="5%", help="Exit code 1 above this share wrong.")] = None,
+    out: Annotated[Path | None, Option(metavar="FOLDER", help="Of results. Default: attacks/TARGET.")] = None,
+    markdown: Annotated[Path | None, Option(metavar="FILE", help="Write the card as Markdown.")] = None,
+    fail_above: Annotated[str | None, Option(metavar="5%", help="Exit code 1 above this share wrong.")] = None,
     runs: RunsOption = Path("runs"),
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from pvg.errors import MissingRequirementError, UsageError
 from pvg_cli import completion
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pvg.bench.planning import BenchPlan
     from pvg.bench.runner import SampleTaken
 
+PROFILE_HELP = "A profile in ./profiles or of pvg, or a TOML file."
 REPORTS = Path("bench")  # the folder for reports without --out
 PROBE_BYTES = 1 << 20  # much more than a report needs
 
@@ -26,48 +28,21 @@ def bench(
     *,
     profile: Annotated[
         str | None,
-        typer.Option(
-            "--profile",
-            "-p",
-            metavar="NAME|FILE",
-            help="A profile in ./profiles or of pvg, or a TOML file.",
-            autocompletion=completion.profiles,
-        ),
+        Option("--profile", "-p", metavar="NAME|FILE", help=PROFILE_HELP, autocompletion=completion.profiles),
     ] = None,
     overrides: SetOption = None,
-    sweep: Annotated[
-        str | None, typer.Option("--sweep", metavar="KEY=A,B,C", help="Measure each value of a setting.")
-    ] = None,
-    ablate: Annotated[
-        bool, typer.Option("--ablate", help="Measure with all optimizations off, then turn on one after another.")
-    ] = False,
+    sweep: Annotated[str | None, Option(metavar="KEY=A,B,C", help="Measure each value of a setting.")] = None,
+    ablate: Annotated[bool, Option("--ablate", help="Turn all optimizations off, then on one after another.")] = False,
     interleave: Annotated[
-        bool | None,
-        typer.Option(
-            "--interleave",
-            help="Take the samples of the variants in turn: all see the same changes of the machine's speed, but all "
-            "of them are in memory together.",
-            show_default=False,
-        ),
+        bool | None, Option("--interleave", help="Sample the variants in turn. All are in memory.", show_default=False)
     ] = None,
-    server: Annotated[
-        list[str] | None, typer.Option("--server", metavar="URL", help="Measure on the vLLM server at URL. Repeatable.")
-    ] = None,
-    serve: Annotated[
-        bool,
-        typer.Option(
-            "--serve", help="Start a vLLM server and measure on it. Variants that need other servers get their own."
-        ),
-    ] = False,
+    server: Annotated[list[str] | None, Option(metavar="URL", help="Measure on this vLLM server. Repeatable.")] = None,
+    serve: Annotated[bool, Option("--serve", help="Start the vLLM servers that the variants need.")] = False,
     beside: Annotated[
-        int | None,
-        typer.Option(
-            "--beside", metavar="N", min=0, max=4096, help="Keep cores busy with N other processes during the samples."
-        ),
+        int | None, Option(metavar="N", min=0, max=4096, help="Processes that compete for cores.")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="The file of the report. Default: bench/NAME-TIME.json."),
+        Path | None, Option("--out", "-o", metavar="FILE", help="The report. Default: bench/NAME-TIME.json.")
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -7,6 +7,7 @@ from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument
 
 from pvg.errors import EXIT_CHECK_FAILED, MissingRequirementError, UsageError, counted, shortened, visible
 from pvg_cli import completion
@@ -30,7 +31,7 @@ MARKS = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("-", "brig
 def check(
     name: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="NAME|FILE|FILE.py:CLASS",
             help="An experiment, a TOML file, or the class of a task of your own.",
             autocompletion=completion.experiments,

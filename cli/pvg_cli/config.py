@@ -6,6 +6,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
+from typer import Argument
 
 from pvg_cli import completion
 from pvg_cli.boundary import emit
@@ -37,9 +38,7 @@ def show(
 def explain(
     key: Annotated[
         str,
-        typer.Argument(
-            metavar="KEY", help="A setting or a table: training.kl, or training.", autocompletion=completion.keys
-        ),
+        Argument(metavar="KEY", help="A setting or a table: training.kl, or training.", autocompletion=completion.keys),
     ],
     as_json: JsonOption = False,
     debug: DebugOption = False,

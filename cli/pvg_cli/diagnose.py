@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from pvg.errors import EXIT_CHECK_FAILED
 from pvg_cli.boundary import emit, say
@@ -18,12 +19,7 @@ def diagnose(
     run: RunArgument,
     runs: RunsOption = Path("runs"),
     fail_on: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--fail-on",
-            metavar="CAUSE",
-            help="Exit with code 1 if this cause is found. 'any': if any cause is found. Repeatable.",
-        ),
+        list[str] | None, Option(metavar="CAUSE|any", help="Exit code 1 if this cause is found. Repeatable.")
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,

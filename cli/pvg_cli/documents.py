@@ -1,4 +1,4 @@
-"""The JSON Schemas of the documents that commands print with --json (documents.toml), and of pvg's files.
+"""`pvg schemas`: the JSON Schemas of the documents that commands print with --json (documents.toml), and of files.
 
 A command prints a plain dictionary, and `boundary.emit` adds its `schema_version`. The tests of the command line check
 every document against its schema.
@@ -13,17 +13,21 @@ import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
+from typer import Argument
 
 from pvg.attack.runner import RobustnessCard
 from pvg.bench.compare import ReportComparison
 from pvg.bench.profiling import ProfileResult
 from pvg.bench.report import BenchReport
+from pvg.config.describe import json_schema
 from pvg.config.experiment import BatchArithmetic
+from pvg.config.load import did_you_mean
+from pvg.errors import UsageError
 from pvg.evaluation.report import EvaluationReport
 from pvg.evaluation.trace_report import MeasureReport
 from pvg.hub import Download
@@ -32,8 +36,12 @@ from pvg.reporting.follow import RunGlance
 from pvg.reporting.run_summary import AlertRecord, RunSummary
 from pvg.reporting.solutions import Example
 from pvg.study.results import StudyResults
+from pvg_cli.boundary import emit, print_json
 from pvg_cli.doctor import CheckResult
+from pvg_cli.options import DebugOption, JsonOption
+from pvg_cli.output import names_table, stdout
 
+SETTINGS = "settings"
 PLACE = Path(__file__).with_name("documents.toml")
 # The names that documents.toml uses. `Settings`: an experiment as in its TOML file, whose schema is that of
 # `pvg schemas settings`.
@@ -131,3 +139,34 @@ def schemas() -> dict[str, JsonSchemaValue]:
 def _schema(kind: type[BaseModel], title: str) -> JsonSchemaValue:
     made = TypeAdapter(kind).json_schema(mode="serialization", schema_generator=DocumentSchema)
     return {"$schema": GenerateJsonSchema.schema_dialect, **made, "title": title}
+
+
+def _names(incomplete: str) -> list[str]:
+    return [name for name in (SETTINGS, *FILES, *documents()) if name.startswith(incomplete)]
+
+
+def print_schemas(
+    name: Annotated[
+        str | None, Argument(metavar="NAME", help="Print this schema. Without a name: list all.", autocompletion=_names)
+    ] = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List the JSON Schemas of what pvg prints with --json and of its files, or print one of them."""
+    if name == SETTINGS:
+        print_json(json_schema())
+        return
+    found = schemas()
+    if name is not None:
+        if name not in found:
+            hint = did_you_mean(name, [SETTINGS, *found])
+            raise UsageError(f"There is no schema {name!r}.{hint}", "To list them: pvg schemas")
+        print_json(found[name])
+        return
+    rows = [(each, schema["properties"]["schema_version"]["const"], schema["title"]) for each, schema in found.items()]
+    if as_json:
+        emit({"schemas": [{"name": each, "version": version, "about": about} for each, version, about in rows]})
+    else:
+        about = {each: f"version {version}, {about}" for each, version, about in rows}
+        about[SETTINGS] = "the TOML file of an experiment"
+        stdout().print(names_table(about, "To print one", "pvg schemas NAME"))

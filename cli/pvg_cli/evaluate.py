@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from pvg_cli.boundary import EXIT_STOPPED, announce_loading, command_line, emit, say
 from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption, SetOption
@@ -17,20 +18,13 @@ if TYPE_CHECKING:
     from pvg.store.run_directory import RunDirectory
 
 
+PARTS = "exploit, best-of-n, detection, separability, calibration, localisation, cross, tax"
+
+
 def evaluate(
     target: RunArgument,
-    parts: Annotated[
-        str | None,
-        typer.Option(
-            "--parts",
-            metavar="PART,...",
-            help="Any of exploit, best-of-n, detection, separability, calibration, localisation, cross, legibility, "
-            "tax. Default: all but legibility.",
-        ),
-    ] = None,
-    rounds: Annotated[
-        str | None, typer.Option("--rounds", metavar="N,...", help="Rounds to measure. Default: all finished rounds.")
-    ] = None,
+    parts: Annotated[str | None, Option(metavar="PART,...", help=f"Default: {PARTS}. One more: legibility.")] = None,
+    rounds: Annotated[str | None, Option(metavar="N,...", help="Rounds to measure. Default: all finished.")] = None,
     overrides: SetOption = None,
     runs: RunsOption = Path("runs"),
     as_json: JsonOption = False,

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Option
 
 from pvg.errors import UsageError, user_paths
 from pvg_cli.boundary import announce_loading, emit, say
@@ -16,24 +16,13 @@ from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunArgument, R
 def export(
     *,
     run: RunArgument,
-    player: Annotated[Literal["prover", "verifier"], typer.Option("--player", help="The model to export.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="The new folder. Required.", show_default=False)
-    ] = None,
+    player: Annotated[Literal["prover", "verifier"], Option(help="The model to export.")],
+    out: Annotated[Path | None, Option(metavar="DIR", help="The new folder. Required.", show_default=False)] = None,
     round_: RoundOption = -1,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Write a prover with adapters as a whole model, not as a peft folder.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in --out.")] = False,
-    push: Annotated[
-        str | None,
-        typer.Option(
-            "--push", metavar="ORG/NAME", help="Upload the folder to the Hugging Face hub.", show_default=False
-        ),
-    ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="Let everyone see a repository that --push creates. Default: private.")
-    ] = False,
+    merge: Annotated[bool, Option("--merge", help="Write a prover with adapters as a whole model.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an earlier export in --out.")] = False,
+    push: Annotated[str | None, Option(metavar="ORG/NAME", help="Upload the folder to the hub.")] = None,
+    public: Annotated[bool, Option("--public", help="Let everyone see what --push creates.")] = False,
     runs: RunsOption = Path("runs"),
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from pvg.errors import UsageError, user_paths
 from pvg_cli.boundary import emit
@@ -21,15 +22,8 @@ TASK, PROTOCOL = (Path(__file__).parent / name for name in ("scaffold", "scaffol
 
 
 def init(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The folder for the files. Default: this folder.")
-    ] = Path(),
-    protocol: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Write a protocol, as NAME.py, NAME.toml and test_NAME.py, in place of a task."
-        ),
-    ] = None,
+    folder: Annotated[Path, Argument(metavar="DIR", help="The folder for the files. Default: this folder.")] = Path(),
+    protocol: Annotated[str | None, Option(metavar="NAME", help="Write a protocol in place of a task.")] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

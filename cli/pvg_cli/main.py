@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperCommand
 
 from pvg import __version__
@@ -62,7 +63,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "plan": ("plan:plan", "Predict the time and the memory of an experiment, also on other hardware."),
         "bench": ("bench:bench", "Measure the speed of a fixed piece of work on this machine."),
         "profile": ("profile:profile", "Record what a piece of work spends its time on."),
-        "schemas": ("contracts:schemas", "List or print the JSON Schemas of what pvg prints with --json."),
+        "schemas": ("documents:print_schemas", "List or print the JSON Schemas of what pvg prints with --json."),
     },
 }
 PLACES = {name: place for group in GROUPS.values() for name, (place, _) in group.items()}
@@ -114,7 +115,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Play, train and measure prover-verifier games with language models."""

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from pvg.errors import StoppedAtStart, UsageError, counted
 from pvg_cli.boundary import announce_loading, command_line, emit, say
@@ -23,56 +23,25 @@ if TYPE_CHECKING:
     from pvg.traces.readers import TraceReader
 
 
+SOURCE_HELP = (
+    "A file (.jsonl, .parquet of TRL, .eval of inspect-ai), a folder with some, or a run: NAME/round-2/helpful."
+)
+READER_HELP = "Who reads: embedded:NAME, hf:OWNER/NAME, a model folder, run:NAME/round-2, or http://HOST:PORT/v1."
+FIELD_HELP = "Of problem, text, truth, answer, correct, step, role, verdict, flaw or named. Repeatable."
+
+
 def measure(  # noqa: PLR0917  (each is an option)
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A file (.jsonl, .parquet of TRL, .eval of inspect-ai), a folder with some, or a run: NAME, "
-            "NAME/round-2, NAME/base, NAME/round-2/helpful.",
-        ),
-    ],
-    second: Annotated[
-        str | None, typer.Argument(metavar="[SOURCE_B]", help="A second source, to compare by problem.")
-    ] = None,
-    reader: Annotated[
-        str | None,
-        typer.Option(
-            "--reader",
-            metavar="MODEL|URL",
-            help="Who reads: embedded:NAME, hf:OWNER/NAME, a model folder, run:NAME/round-2, or http://HOST:PORT/v1. "
-            "Default: of a run, the model that it started from; of files, none.",
-        ),
-    ] = None,
-    model: Annotated[
-        str, typer.Option("--model", metavar="NAME", help="The model behind the URL. Default: its only one.")
-    ] = "",
-    key_env: Annotated[str, typer.Option(metavar="VARIABLE", help="Has the key. Default: OPENAI_API_KEY.")] = "",
-    measures: Annotated[
-        str | None,
-        typer.Option(
-            "--measures", metavar="NAME,...", help="What to ask the reader: cir, sr, tts, transfer. Default: all."
-        ),
-    ] = None,
-    fields: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--field",
-            metavar="FIELD=COLUMN",
-            help="The column of problem, text, truth, answer, correct, step, role, verdict, flaw or named. Repeatable.",
-        ),
-    ] = None,
-    answer: Annotated[
-        str | None,
-        typer.Option("--answer", metavar="REGEX", help="How traces state the final answer: the first group is it."),
-    ] = None,
-    most: Annotated[int, typer.Option("--most", min=1, metavar="N", help="About the most traces of a source.")] = 200,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, metavar="N", help="Of what the reader writes.")
-    ] = 256,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="Default: measures/SOURCE.", show_default=False)
-    ] = None,
+    source: Annotated[str, Argument(metavar="SOURCE", help=SOURCE_HELP)],
+    second: Annotated[str | None, Argument(metavar="[SOURCE_B]", help="Compare with it, by problem.")] = None,
+    reader: Annotated[str | None, Option(metavar="MODEL|URL", help=READER_HELP)] = None,
+    model: Annotated[str, Option(metavar="NAME", help="The model behind the URL. Default: its only one.")] = "",
+    key_env: Annotated[str, Option(metavar="VARIABLE", help="Has the key. Default: OPENAI_API_KEY.")] = "",
+    measures: Annotated[str | None, Option(metavar="NAME,...", help="cir, sr, tts, transfer. Default: all.")] = None,
+    fields: Annotated[list[str] | None, Option("--field", metavar="FIELD=COLUMN", help=FIELD_HELP)] = None,
+    answer: Annotated[str | None, Option(metavar="REGEX", help="Its first group is a trace's final answer.")] = None,
+    most: Annotated[int, Option(min=1, metavar="N", help="About the most traces of a source.")] = 200,
+    max_tokens: Annotated[int, Option(min=1, metavar="N", help="Of what the reader writes.")] = 256,
+    out: Annotated[Path | None, Option(metavar="FOLDER", help="Default: measures/SOURCE.", show_default=False)] = None,
     runs: RunsOption = Path("runs"),
     as_json: JsonOption = False,
     debug: DebugOption = False,

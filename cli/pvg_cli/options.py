@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from pvg.errors import UsageError, user_paths
 from pvg_cli import completion
@@ -14,58 +14,38 @@ from pvg_cli.boundary import first_prints, say
 
 NAME_HELP = "An experiment in ./experiments, an experiment that comes with pvg, or a TOML file."
 
+SET_HELP = "Change a setting: -s training.steps=30. Load settings from a TOML file: -s @FILE. Repeatable."
 JSON_HELP = "Print one JSON document on stdout. All other text goes to stderr."
 
-JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
-JsonOfFirst = Annotated[bool, typer.Option("--json", help=JSON_HELP, callback=first_prints)]  # under torchrun
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+JsonOption = Annotated[bool, Option("--json", help=JSON_HELP)]
+JsonOfFirst = Annotated[bool, Option("--json", help=JSON_HELP, callback=first_prints)]  # under torchrun
+DebugOption = Annotated[bool, Option("--debug", help="Show the traceback of an error.")]
 ExperimentArgument = Annotated[
-    str, typer.Argument(metavar="NAME|FILE", help=NAME_HELP, autocompletion=completion.experiments)
+    str, Argument(metavar="NAME|FILE", help=NAME_HELP, autocompletion=completion.experiments)
 ]
 ExperimentOrDefault = Annotated[
     str | None,
-    typer.Argument(metavar="NAME|FILE", help=f"{NAME_HELP} Default: modchain.", autocompletion=completion.experiments),
+    Argument(metavar="NAME|FILE", help=f"{NAME_HELP} Default: modchain.", autocompletion=completion.experiments),
 ]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        "-s",
-        metavar="KEY=VALUE",
-        help="Change a setting: -s training.steps=30. Load settings from a TOML file: -s @FILE. Repeatable.",
-        autocompletion=completion.settings,
-    ),
+    list[str] | None, Option("--set", "-s", metavar="KEY=VALUE", help=SET_HELP, autocompletion=completion.settings)
 ]
 RunArgument = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.", autocompletion=completion.runs),
+    str, Argument(metavar="RUN", help="The name of a run, or the path of its folder.", autocompletion=completion.runs)
 ]
 RunNameOption = Annotated[
-    str | None,
-    typer.Option(
-        "--name",
-        metavar="RUN",
-        help="The name of the run. Default: the experiment's name, with a number if that run exists.",
-    ),
+    str | None, Option("--name", metavar="RUN", help="The name of the run. Default: the experiment's, with a number.")
 ]
-RunsOption = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder that contains the runs.")]
-RoundOption = Annotated[
-    int, typer.Option("--round", metavar="N", help="A finished round, counted from 0. -1: the last.")
-]
+RunsOption = Annotated[Path, Option("--runs", metavar="FOLDER", help="The folder that contains the runs.")]
+RoundOption = Annotated[int, Option("--round", metavar="N", help="A finished round, counted from 0. -1: the last.")]
 ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="none|local|ray|HOST:PORT",
-        help="Where workers run. none: no workers. local: this machine. ray: a Ray cluster that pvg starts here. "
-        "HOST:PORT: a running Ray cluster.",
-    ),
+    str | None, Option("--cluster", metavar="none|local|ray|HOST:PORT", help="Where workers run. ray: pvg starts one.")
 ]
 # What files that pvg writes begin with, apart from runs (pvg.store.atomic.is_foreign).
 JSON_MARK, PAGE_MARK = b'"schema_version"', b'<meta name="generator" content="pvg">'
 
 MetricsPortOption = Annotated[
-    int | None, typer.Option("--metrics-port", metavar="PORT", help="Serve metrics for Prometheus on 127.0.0.1:PORT.")
+    int | None, Option("--metrics-port", metavar="PORT", help="Serve metrics for Prometheus on 127.0.0.1:PORT.")
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from pvg.errors import UsageError
 from pvg_cli.boundary import emit, say
@@ -19,27 +19,12 @@ def plan(
     *,
     experiment: ExperimentOrDefault = None,
     overrides: SetOption = None,
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", min=1, max=4096, help="Servers that sample. Default: as many as serving.servers."),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", metavar="NAME", help="h100, h200, a100, h20, l40s or cpu. Default: this machine."),
-    ] = None,
-    gpu_gb: Annotated[
-        float | None,
-        typer.Option("--gpu-gb", metavar="N", min=1, help="Memory of the GPU in GB. Default: that of --gpu."),
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option("--gpus", metavar="N", min=1, max=4096, help="GPUs. A single one is shared with a server."),
-    ] = None,
+    workers: Annotated[int | None, Option(min=1, max=4096, help="Servers. Default: those of serving.servers.")] = None,
+    gpu: Annotated[str | None, Option(metavar="NAME", help="h100, h200, a100, h20, l40s, cpu. Default: here.")] = None,
+    gpu_gb: Annotated[float | None, Option(metavar="N", min=1, help="Its memory. Default: that of --gpu.")] = None,
+    gpus: Annotated[int | None, Option(metavar="N", min=1, max=4096, help="A single one has a server too.")] = None,
     inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input", "-i", metavar="NAME=VALUE", help="Set an input of the plan: -i token_s=0.02. Repeatable."
-        ),
+        list[str] | None, Option("--input", "-i", metavar="NAME=VALUE", help="Such as token_s=0.02. Repeatable.")
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from pvg.errors import UsageError, counted
 from pvg_cli import completion
@@ -24,31 +24,17 @@ DEFAULT_STEPS = 3
 def profile(
     *,
     experiment: ExperimentOrDefault = None,
-    stage: Annotated[
-        str | None,
-        typer.Option("--stage", metavar="STAGE", help="rollout, trainer, or e2e (whole steps). Default: e2e."),
-    ] = None,
+    stage: Annotated[str | None, Option(metavar="STAGE", help="rollout, trainer or e2e. Default: e2e.")] = None,
     overrides: SetOption = None,
-    steps: Annotated[
-        int, typer.Option("--steps", min=1, help="The number of steps under each profiler.")
-    ] = DEFAULT_STEPS,
+    steps: Annotated[int, Option(min=1, help="The number of steps under each profiler.")] = DEFAULT_STEPS,
     run: Annotated[
-        str | None,
-        typer.Option(
-            "--run",
-            metavar="RUN",
-            help="Export the timeline of this run, and run nothing.",
-            autocompletion=completion.runs,
-        ),
+        str | None, Option(metavar="RUN", help="Only export the timeline of a run.", autocompletion=completion.runs)
     ] = None,
     runs: RunsOption = Path("runs"),
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", metavar="FOLDER", help="A new folder for the results. Default: profile-NAME-STAGE."
-        ),
+        Path | None, Option("--out", "-o", metavar="FOLDER", help="A new one. Default: profile-NAME-STAGE.")
     ] = None,
-    no_py_spy: Annotated[bool, typer.Option("--no-py-spy", help="Do not run py-spy, even if it is installed.")] = False,
+    no_py_spy: Annotated[bool, Option("--no-py-spy", help="Do not run py-spy, even if it is installed.")] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
-import typer
+from typer import Argument, Option
 
 from pvg.errors import StateError, UsageError, user_paths
 from pvg_cli import completion
@@ -29,26 +29,12 @@ EXAMPLES = 2  # solutions per role
 
 def report(
     targets: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN|REPORT",
-            help="Runs by name or folder, or JSON reports of pvg bench.",
-            autocompletion=completion.runs,
-        ),
+        list[str], Argument(metavar="RUN|REPORT", help="Runs, or reports of pvg bench.", autocompletion=completion.runs)
     ],
     runs: RunsOption = Path("runs"),
-    examples: Annotated[
-        int, typer.Option("--examples", min=0, help="The number of example solutions per role.")
-    ] = EXAMPLES,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html",
-            metavar="FILE",
-            help="The file of the page. Default: report.html, for one run in the run's folder.",
-        ),
-    ] = None,
-    no_html: Annotated[bool, typer.Option("--no-html", help="Do not write a page.")] = False,
+    examples: Annotated[int, Option(min=0, help="The number of example solutions per role.")] = EXAMPLES,
+    html: Annotated[Path | None, Option(metavar="FILE", help="The page. Default: report.html, in the run.")] = None,
+    no_html: Annotated[bool, Option("--no-html", help="Do not write a page.")] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Option
 
 from pvg_cli.boundary import EXIT_STOPPED, announce_loading, emit, say
 from pvg_cli.options import (
@@ -29,12 +30,8 @@ def rollout(
     experiment: ExperimentArgument = "modchain",
     overrides: SetOption = None,
     run_name: RunNameOption = None,
-    problems: Annotated[
-        int | None, typer.Option("--problems", "-n", min=1, help="The number of problems. Default: all test problems.")
-    ] = None,
-    role: Annotated[
-        Literal["both", "helpful", "sneaky"], typer.Option("--role", help="The role whose prompt the prover gets.")
-    ] = "both",
+    problems: Annotated[int | None, Option("--problems", "-n", min=1, help="Default: all test problems.")] = None,
+    role: Annotated[Literal["both", "helpful", "sneaky"], Option(help="Whose prompt the prover gets.")] = "both",
     cluster: ClusterOption = None,
     metrics_port: MetricsPortOption = None,
     as_json: JsonOption = False,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from pvg.errors import UsageError, counted
 from pvg_cli import completion
@@ -65,15 +66,10 @@ def _refuse_no_folder(runs: Path) -> None:
 @app.command()
 def remove(
     names: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN", help="The names of runs, or the paths of their folders.", autocompletion=completion.runs
-        ),
+        list[str], Argument(metavar="RUN", help="Names of runs, or their folders.", autocompletion=completion.runs)
     ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Delete also a run that another run starts from (run:NAME).")
-    ] = False,
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
+    force: Annotated[bool, Option("--force", help="Also if another run starts from it (run:NAME).")] = False,
     runs: RunsOption = Path("runs"),
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from pvg.errors import StoppedAtStart, UsageError, counted, user_paths
 from pvg_cli import kept_for_documents, write_utf8
@@ -23,13 +23,10 @@ if TYPE_CHECKING:
 def score(
     run: RunArgument,
     file: Annotated[
-        Path, typer.Argument(metavar="FILE.jsonl|-", help='Lines of {"question": "...", "solution": "..."}. -: stdin.')
+        Path, Argument(metavar="FILE.jsonl|-", help='Lines of {"question": "...", "solution": "..."}. -: stdin.')
     ],
     round_: RoundOption = -1,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="The file for the results. Default: stdout.", show_default=False),
-    ] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Of the results. Default: stdout.")] = None,
     runs: RunsOption = Path("runs"),
     as_json: JsonOption = False,
     debug: DebugOption = False,

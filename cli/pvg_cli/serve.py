@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import shlex
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import typer
+from rich.console import Console, RenderableType
+from rich.spinner import Spinner
+from rich.text import Text
+from typer import Argument, Option
 
-from pvg.errors import UsageError
+from pvg.config.load import find_experiment
+from pvg.errors import UsageError, shortened
+from pvg.hub import pinned
+from pvg.reporting.formats import duration
+from pvg.servers.command import ServerSpec, find_interpreter, kind_for, model_folder, served_dtype, server_spec
+from pvg.servers.process import ServerFailedError, VllmServer, check_port
+from pvg.store.run_directory import RunDirectory
+from pvg.store.run_players import pinned_players
 from pvg_cli import completion
 from pvg_cli.boundary import announce_loading, emit, say, stopped
+from pvg_cli.display import Display
+from pvg_cli.driving import cancelled_at_signals, killed_document
 from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunsOption, SetOption, check_output
+from pvg_cli.output import QUIET, stderr, stdout
+from pvg_cli.runs import fetch, resolve
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
-    from pvg.servers.command import ServerSpec
-    from pvg_cli.serve_display import ServeDisplay
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 # The settings with which a trainer uses a server of each purpose.
@@ -34,44 +50,23 @@ def serve(
     *,
     name: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="EXPERIMENT|RUN",
             help="An experiment in ./experiments or of pvg, or a TOML file. With --player: a run.",
             autocompletion=completion.experiments_or_runs,
         ),
     ],
     overrides: SetOption = None,
-    player: Annotated[
-        Literal["verifier"] | None,
-        typer.Option("--player", help="Serve this player of a run, with torch and without vLLM."),
-    ] = None,
+    player: Annotated[Literal["verifier"] | None, Option(help="Serve this player of a run, without vLLM.")] = None,
     round_: RoundOption = -1,
     runs: RunsOption = Path("runs"),
     purpose: Annotated[
         Literal["prover", "verifier", "reference"],
-        typer.Option(
-            "--for",
-            help="The model to serve. prover: it samples. verifier: it scores. reference: for the implicit head.",
-        ),
+        Option("--for", help="prover: it samples. verifier: it scores. reference: of the implicit head."),
     ] = "prover",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="The port of the server. With --player, 0: any free one.")
-    ] = 8000,
-    host: Annotated[
-        str,
-        typer.Option(
-            "--host", metavar="ADDRESS", help="The address to bind to. 0.0.0.0 opens the server to the network."
-        ),
-    ] = "127.0.0.1",
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            "--log",
-            metavar="FILE",
-            help="The file that vLLM's output is appended to. Default: logs/ in weights.root.",
-            show_default=False,
-        ),
-    ] = None,
+    port: Annotated[int, Option(min=0, max=65535, help="With --player, 0: any free one.")] = 8000,
+    host: Annotated[str, Option(metavar="ADDRESS", help="0.0.0.0 opens it to the network.")] = "127.0.0.1",
+    log: Annotated[Path | None, Option(metavar="FILE", help="Of vLLM. Default: logs/ in weights.root.")] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -90,15 +85,7 @@ def serve(
         return
     if port == 0:
         raise UsageError("--port 0 needs --player.", "Give the port of the vLLM server.")
-    from pvg.config.load import find_experiment
-    from pvg.hub import pinned
-    from pvg.servers.command import find_interpreter, kind_for, model_folder, served_dtype, server_spec
-    from pvg.servers.process import check_port
-    from pvg.store.run_players import pinned_players
     from pvg.telemetry.cpu import SYSTEM, native_bfloat16
-    from pvg_cli.output import stderr
-    from pvg_cli.runs import fetch, resolve
-    from pvg_cli.serve_display import ServeDisplay
 
     role: Literal["prover", "verifier"] = "prover" if purpose == "prover" else "verifier"
     key = f"models.{role}.source"
@@ -140,10 +127,6 @@ def serve(
 
 def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeDisplay, as_json: bool) -> None:
     """Serve until Ctrl-C (exit code 130), or until the server ends by itself (exit code 3)."""
-    import asyncio
-
-    from pvg.servers.process import ServerFailedError, VllmServer
-    from pvg_cli.driving import cancelled_at_signals
 
     async def work(attach: Callable[[], None]) -> None:
         attach()
@@ -189,12 +172,7 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeDis
 
 def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool) -> None:
     """Serve the verifier of a finished round on 127.0.0.1. Ends with exit code 130 at Ctrl-C, at once at the second."""
-    import asyncio
-
     from pvg.export.finished import FinishedRound
-    from pvg.servers.process import check_port
-    from pvg.store.run_directory import RunDirectory
-    from pvg_cli.driving import cancelled_at_signals, killed_document
 
     finished = FinishedRound.open(RunDirectory.open(name, runs), round_)
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier
@@ -231,3 +209,77 @@ def next_command(name: str, overrides: list[str], purpose: str, spec: ServerSpec
     if purpose != "prover" or spec.url != DEFAULT_URL:
         settings.append(f"{servers}={spec.url}")
     return shlex.join(["pvg", "train", name, *(word for setting in settings for word in ("-s", setting))])
+
+
+LOOK_S = 2.0  # between two looks at the log
+USES = {"generate": "for sampling", "pooling": "for scoring"}
+
+
+class ServeDisplay(Display):
+    """Shows a server's start and its end; `watch` then follows the server until it ends."""
+
+    def __init__(self, spec: ServerSpec, log: Path, command: str, console: Console, as_json: bool) -> None:
+        super().__init__(console)
+        self.spec = spec
+        self.is_ready = False
+        self._now = "starting"
+        self._shown = ""  # the last line about the server's work
+        self._log, self._command = log, command
+        self._on_stdout = not self.live and not as_json
+        self._spinner = Spinner("dots")
+
+    def __enter__(self) -> Self:
+        found = self.spec.interpreter
+        dtype = self.spec.command[self.spec.command.index("--dtype") + 1]
+        for text in (
+            f"{self.spec.model}, {dtype}, {USES[self.spec.runner]}, at {self.spec.url}",
+            f"vLLM {found.vllm} for the {found.device.upper()}, {found.origin}: {found.python}",
+            f"log: {self._log}",
+        ):
+            self._console.print(Text(text), soft_wrap=True)
+        return super().__enter__()
+
+    def progressed(self, line: str) -> None:
+        self._now = shortened(line)
+        self.tick(lambda: self._now)
+
+    def ready(self, server: VllmServer) -> None:
+        self.is_ready = True
+        text = Text.assemble("\n", ("ready: ", "bold green"), server.url, (f"  after {duration(self.elapsed)}", QUIET))
+        text.append("\n\nTo train with it, type in another terminal:\n", QUIET).append(
+            f"  {self._command}", "bold cyan"
+        )
+        (stdout() if self._on_stdout else self._console).print(text, soft_wrap=True)
+        self._began = time.monotonic()
+
+    def stopped(self) -> None:
+        self._now = "stopping"
+        self.line("stopping")
+
+    async def watch(self, server: VllmServer) -> None:
+        """Follow the server's log until it ends by itself, which raises ServerFailedError."""
+        ended = asyncio.ensure_future(server.ended())
+        try:
+            while not ended.done():
+                if line := server.newest_line():
+                    self._now = shortened(line)
+                self.tick(self._change)
+                await asyncio.wait([ended], timeout=LOOK_S)
+            await ended
+        finally:
+            ended.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(ended, return_exceptions=True)
+
+    def _change(self) -> str:
+        """What the server does, if it differs from the last line."""
+        text = "" if self._now == self._shown else self._now
+        self._shown = self._now
+        return text
+
+    def render(self, width: int) -> RenderableType:
+        limit = "" if self.is_ready else f" of at most {duration(self.spec.startup_s)}"
+        self._spinner.update(
+            text=Text.assemble(self._now, (f"   {duration(self.elapsed)}{limit}   Ctrl-C stops", QUIET))
+        )
+        return self._spinner

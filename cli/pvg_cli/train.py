@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from typer import Option
 
 from pvg.errors import StoppedAtStart, UsageError
 from pvg_cli import completion
@@ -45,31 +46,16 @@ def train(
     *,
     overrides: SetOption = None,
     run_name: RunNameOption = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="DIR|ID", help="Play with this chat model as prover and verifier.")
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option("--data", metavar="FILE", help="Play with these questions and answers: the experiment own."),
-    ] = None,
+    model: Annotated[str | None, Option(metavar="DIR|ID", help="The chat model of prover and verifier.")] = None,
+    data: Annotated[str | None, Option(metavar="FILE", help="Play the experiment own with this file.")] = None,
     resume: Annotated[
         str | None,
-        typer.Option(
-            "--resume",
-            metavar="[RUN]",
-            help="Resume RUN. Without a name: resume the newest unfinished run of the experiment.",
-            autocompletion=completion.runs,
-        ),
+        Option(metavar="[RUN]", help="A run. Default: the newest unfinished one.", autocompletion=completion.runs),
     ] = None,
     cluster: ClusterOption = None,
     metrics_port: MetricsPortOption = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print time, memory, batch sizes, downloads, prompts and grades, and stop."),
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Play although the plan says that the memory is too small.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print time, memory, prompts and grades, and stop.")] = False,
+    force: Annotated[bool, Option("--force", help="Play although the memory is too small by the plan.")] = False,
     as_json: JsonOfFirst = False,
     debug: DebugOption = False,
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from pvg.errors import UsageError
 from pvg_cli import completion
@@ -24,25 +24,11 @@ PORT = 8765  # always the same one, so that a forwarded port stays valid
 def view(
     run: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="The name of a run, or the path of its folder. Default: the newest run.",
-            autocompletion=completion.runs,
-        ),
+        Argument(metavar="RUN", help="Its name or folder. Default: the newest run.", autocompletion=completion.runs),
     ] = None,
     runs: RunsOption = Path("runs"),
-    live: Annotated[
-        bool, typer.Option("--live", help="Serve the page at an address of this machine, and follow the run there.")
-    ] = False,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            "--port",
-            min=0,
-            max=65535,
-            help=f"The port on 127.0.0.1. 0: any free one. Default: {PORT}, or a free one if that is taken.",
-        ),
-    ] = None,
+    live: Annotated[bool, Option("--live", help="Follow the run on a page that this machine serves.")] = False,
+    port: Annotated[int | None, Option(min=0, max=65535, help=f"0: any free one. Default: {PORT}, if free.")] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

@@ -13,7 +13,7 @@ from calling import pvg
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "game"))
-from tiny_chat import chatting
+from tiny_chat import SUMS, chatting
 
 from pvg.config.task import CustomTask, TaskSection
 from pvg.errors import ConfigurationError
@@ -21,24 +21,6 @@ from pvg.tasks import digest_of, digests_elsewhere, open_task
 
 pytestmark = pytest.mark.slow
 
-SUMS = """
-from pvg.records import Grade, Problem, Role, Wording
-
-WORDING = Wording(
-    {Role.HELPFUL: "Add. End with = and the sum.", Role.SNEAKY: "Add wrongly. End with = and a sum."},
-    "1 + 1", {Role.HELPFUL: "=2", Role.SNEAKY: "=3"}, "={answer}",
-)
-
-
-class Sums:
-    def problems(self, split):
-        start = 0 if split == "train" else 100
-        return [Problem(f"{n}", f"{n} + 1", str(n + 1), {"wording": WORDING}) for n in range(start, start + 40)]
-
-    def grade(self, problem, completion):
-        answer = completion.rpartition("=")[2].strip()
-        return Grade(answer == problem.answer, answer.isdigit(), answer)
-"""
 WORDS = """{Role.HELPFUL: "Add. End with = and the sum.", Role.SNEAKY: "Add wrongly. End with = and a sum."},
     "1 + 1", {Role.HELPFUL: "=2", Role.SNEAKY: "=3"}"""
 TURNS = "self.__dict__.setdefault('seen', []).append(1) or len(self.seen) % 2 > 0"

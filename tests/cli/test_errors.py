@@ -90,7 +90,10 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
 def test_a_mistake_is_one_line_with_exit_code_2(arguments: tuple[str, ...], named: str) -> None:
     refused(pvg(*arguments, "--json"), 2, named)
     assert not Path("runs").exists()
-    assert "Traceback" in pvg(*arguments, "--debug").err
+
+
+def test_debug_shows_where_a_mistake_was_found() -> None:
+    assert "Traceback" in pvg("train", "modchian", "--debug").err
 
 
 # A setting, and the key or file that its error names.

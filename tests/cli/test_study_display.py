@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
 from study_samples import SMALL, small
 
 from pvg.study.playing import CellProgress
-from pvg_cli.study_display import StudyDisplay
+from pvg_cli.study import StudyDisplay
 
 ROUND = ({"helpful_accuracy": 0.61},)
 

@@ -24,3 +24,24 @@ def chatting(*words: str) -> Tokenizer:
     fast.add_tokens(list(words))
     fast.chat_template = TEMPLATE
     return Tokenizer(fast, "chatting")
+
+
+# A task of one's own, in words.
+SUMS = """
+from pvg.records import Grade, Problem, Role, Wording
+
+WORDING = Wording(
+    {Role.HELPFUL: "Add. End with = and the sum.", Role.SNEAKY: "Add wrongly. End with = and a sum."},
+    "1 + 1", {Role.HELPFUL: "=2", Role.SNEAKY: "=3"}, "={answer}",
+)
+
+
+class Sums:
+    def problems(self, split):
+        start = 0 if split == "train" else 100
+        return [Problem(f"{n}", f"{n} + 1", str(n + 1), {"wording": WORDING}) for n in range(start, start + 40)]
+
+    def grade(self, problem, completion):
+        answer = completion.rpartition("=")[2].strip()
+        return Grade(answer == problem.answer, answer.isdigit(), answer)
+"""

@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "game"))
-from tiny_chat import chatting
+from tiny_chat import SUMS, chatting
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
@@ -41,26 +41,6 @@ ROWS = {
 }
 REGEX = {"pattern": r"^Color: (\w+)$", "form": "End with a line 'Color: ' and the color."}
 SIZES = {"problems": 24, "test_problems": 6}
-OWN_TASK = """
-from pvg.records import Grade, Problem, Role, Wording
-
-WORDING = Wording(
-    {Role.HELPFUL: "Add. End with = and the sum.", Role.SNEAKY: "Add wrongly. End with = and a sum."},
-    "1 + 1",
-    {Role.HELPFUL: "=2", Role.SNEAKY: "=3"},
-    "={answer}",
-)
-
-
-class Sums:
-    def problems(self, split):
-        start = 0 if split == "train" else 100
-        return [Problem(f"{n}", f"{n} + 1", str(n + 1), {"wording": WORDING}) for n in range(start, start + 40)]
-
-    def grade(self, problem, completion):
-        answer = completion.rpartition("=")[2].strip()
-        return Grade(answer == problem.answer, answer.isdigit(), answer)
-"""
 TASKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "modchain": ({"kind": "modchain", **SIZES}, ALL),
     "modchain modulo 3": ({"kind": "modchain", "modulus": 3, **SIZES}, ALL),
@@ -87,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (made / "GSM8K" / f"{split}.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     for grader, rows in ROWS.items():
         (made / f"{grader}.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    (made / "own.py").write_text(OWN_TASK)
+    (made / "own.py").write_text(SUMS)
     return made
 
 
