@@ -54,7 +54,7 @@ MOST_LINES = 700
 # on graders (pvg.attack), bridges and the hack alarm took 4,600 lines, for which 2,400 others went. SR and CIR as
 # rewards, legibility in pvg evaluate, pvg check and files that are never replaced took 1,400, for which 750 went.
 # Still to pay.
-MOST_LINES_OF_ALL, MOST_MODULES = 76_811, 236
+MOST_LINES_OF_ALL, MOST_MODULES = 76_496, 236
 
 
 @cache
