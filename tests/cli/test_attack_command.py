@@ -25,8 +25,8 @@ def exact(problem, text):
     found = extract(text)
     return found is not None and same_answer(found.text, problem.answer)
 
-def said(problem, text):  # as `exact`, but without seconds for the largest texts
-    return len(text) < 5_000 and exact(problem, text)
+def said(problem, text):  # `exact` imports sympy, which takes seconds in each new process of the target
+    return text.strip(" .").endswith(f"answer is {problem.answer}")
 
 async def nothing(problem, text):
     return False
