@@ -127,12 +127,16 @@ class DataTask(Section):
 
 
 class ReasoningGymTask(Section):
-    """A dataset of the reasoning-gym package (extra `reasoning-gym`), graded by its own grader."""
+    """Datasets of the reasoning-gym package (extra `reasoning-gym`), each graded by its own grader."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
-    dataset: str = Field("chain_sum", description="Name of the dataset in reasoning-gym.")
+    dataset: str | Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        "chain_sum", description="Name of the dataset in reasoning-gym, or a list of names: a mixture of equal parts."
+    )
     settings: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of the dataset, with the names that reasoning-gym gives them."
+        default_factory=dict,
+        description="Arguments of the dataset, with the names that reasoning-gym gives them. Of a mixture: a table for "
+        "each dataset.",
     )
     problems: Count = Field(
         1024, description="Number of training problems. With more of them, each repeats less often."
@@ -141,6 +145,26 @@ class ReasoningGymTask(Section):
     threshold: Fraction = Field(
         1.0, description="Score of the grader from which a solution counts as correct. Higher values are stricter."
     )
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """The names of the datasets."""
+        return (self.dataset,) if isinstance(self.dataset, str) else self.dataset
+
+    @model_validator(mode="after")
+    def _mixes(self) -> ReasoningGymTask:
+        names = self.datasets
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"task.dataset must name one or several datasets, each once, not {list(names)}")
+        if min(self.problems, self.test_problems) < len(names):
+            raise ValueError(f"{len(names)} datasets need at least as many task.problems and task.test_problems")
+        for key, value in self.settings.items():
+            if len(names) > 1 and not (key in names and isinstance(value, dict)):
+                raise ValueError(
+                    f"task.settings.{key}: settings of several datasets are a table for each, such as "
+                    f"task.settings.{names[0]} = {{ ... }}"
+                )
+        return self
 
 
 class CodeTask(Section):

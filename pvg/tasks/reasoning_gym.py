@@ -15,7 +15,8 @@ import difflib
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import orjson
@@ -93,34 +94,28 @@ UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, Recu
 
 
 class ReasoningGym:
-    """The reasoning-gym task of one section. The first call of `problems` for a split makes its problems and keeps
-    them."""
+    """The reasoning-gym task of one section: its datasets in equal parts, in turn. The first call of `problems` for a
+    split makes its problems and keeps them."""
 
     def __init__(self, section: ReasoningGymTask) -> None:
         """Raises MissingRequirementError without the extra, ConfigurationError for a wrong dataset or setting."""
         self._section = section
-        self._config = _configuration(section)
-        if section.dataset in ORDERED_BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
-            raise ConfigurationError(
-                f"task.dataset = {section.dataset!r} gives other problems in every process, because reasoning-gym "
-                "uses the order of Python's hashes.",
-                "Set PYTHONHASHSEED=0 in the environment, which fixes this order.",
-            )
-        self._datasets = {split: self._open(split) for split in SEED_BASES}
+        self._datasets = {name: Dataset(section, name, place) for place, name in enumerate(section.datasets)}
         self._made: dict[Split, list[Problem]] = {}
 
     def problems(self, split: Split) -> Iterator[Problem]:
         """As many problems as the section sets, with distinct questions, none of them in both splits.
 
-        Raises ConfigurationError if the dataset has too many repetitions, or if its grader accepts nonsense.
+        Raises ConfigurationError if a dataset has too many repetitions, or if its grader accepts nonsense.
         """
         if split not in self._made:
             # The test problems come first, so they do not change with `problems`.
             taken = {problem.question for problem in self.problems("test")} if split == "train" else set()
-            made = self._distinct(split, taken)
-            if any(self.grade(problem, NONSENSE).correct for problem in made):
+            parts = [dataset.distinct(split, taken) for dataset in self._datasets.values()]
+            made = [problem for turn in zip_longest(*parts) for problem in turn if problem is not None]
+            if problem := next((problem for problem in made if self.grade(problem, NONSENSE).correct), None):
                 raise ConfigurationError(
-                    f"reasoning-gym's grader of {self._section.dataset!r} accepts '?' as a correct answer at "
+                    f"reasoning-gym's grader of {problem.metadata['dataset']!r} accepts '?' as a correct answer at "
                     f"task.threshold = {self._section.threshold}.",
                     "Raise task.threshold, or use another task.dataset.",
                 )
@@ -135,43 +130,63 @@ class ReasoningGym:
         answer, _ = tagged(completion) or ("", "")
         if not answer:
             return Grade(correct=False, well_formed=False, note="no answer")
-        if reason := refusal(self._section.dataset, answer, problem.answer):
+        return self._datasets[problem.metadata["dataset"]].grade(problem, answer)
+
+
+class Dataset:
+    """One dataset of a section, the `place`-th: its problems and its grader."""
+
+    def __init__(self, section: ReasoningGymTask, name: str, place: int) -> None:
+        parts, self._name, self._threshold = len(section.datasets), name, section.threshold
+        self._settings = section.settings if parts == 1 else section.settings.get(name, {})
+        self._config = _configuration(name, self._settings)
+        whole: dict[Split, int] = {"train": section.problems, "test": section.test_problems}
+        self._asked = {split: count // parts + (place < count % parts) for split, count in whole.items()}
+        if name in ORDERED_BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
+            raise ConfigurationError(
+                f"task.dataset = {name!r} gives other problems in every process, because reasoning-gym "
+                "uses the order of Python's hashes.",
+                "Set PYTHONHASHSEED=0 in the environment, which fixes this order.",
+            )
+        self._opened = {split: self._open(split) for split in SEED_BASES}
+
+    def grade(self, problem: Problem, answer: str) -> Grade:
+        if reason := refusal(self._name, answer, problem.answer):
             return Grade(correct=False, well_formed=True, answer=answer, note=f"answer refused: {reason}")
         try:
-            score = float(self._datasets["train"].score_answer(answer, problem.metadata["entry"]))
+            score = float(self._opened["train"].score_answer(answer, problem.metadata["entry"]))
         except UNREADABLE as error:
             note = f"answer unreadable for its grader ({type(error).__name__})"
             return Grade(correct=False, well_formed=True, answer=answer, note=note)
-        correct = score >= self._section.threshold
-        partial = f"score {score:.2f} of {self._section.threshold:.2f}" if not correct and score > 0 else ""
+        correct = score >= self._threshold
+        partial = f"score {score:.2f} of {self._threshold:.2f}" if not correct and score > 0 else ""
         return Grade(correct, well_formed=True, answer=answer, note=partial)
-
-    def _asked(self, split: Split) -> int:
-        return self._section.problems if split == "train" else self._section.test_problems
 
     def _open(self, split: Split) -> Any:
         key = f"0/{split}".encode()
         start = SEED_BASES[split] + int.from_bytes(hashlib.sha256(key).digest()) % SEED_SPREAD
-        size = DRAWS_PER_PROBLEM * self._asked(split)
-        return _opened(self._section.dataset, {**self._section.settings, "seed": start, "size": size})
+        size = DRAWS_PER_PROBLEM * self._asked[split]
+        return _opened(self._name, {**self._settings, "seed": start, "size": size})
 
-    def _distinct(self, split: Split, taken: set[str]) -> list[Problem]:
-        section, asked = self._section, self._asked(split)
-        prefix = f"reasoning_gym-{section.dataset}-{self._digest(split)}-{split}"
+    def distinct(self, split: Split, taken: set[str]) -> list[Problem]:
+        """Its problems of a split, without the questions in `taken`, which get theirs."""
+        asked = self._asked[split]
+        prefix = f"reasoning_gym-{self._name}-{self._digest(split)}-{split}"
         found: list[Problem] = []
         for index in range(DRAWS_PER_PROBLEM * asked):
-            entry = self._datasets[split][index]
+            entry = self._opened[split][index]
             if entry["question"] in taken:
                 continue
             taken.add(entry["question"])
             # Some datasets have many correct answers and give none.
             answer = "" if entry["answer"] is None else str(entry["answer"])
-            found.append(Problem(f"{prefix}-{index}", entry["question"], answer, {"entry": entry, "wording": WORDING}))
+            metadata = {"entry": entry, "wording": WORDING, "dataset": self._name}
+            found.append(Problem(f"{prefix}-{index}", entry["question"], answer, metadata))
             if len(found) == asked:
                 return found
         setting = "task.problems" if split == "train" else "task.test_problems"
         raise ConfigurationError(
-            f"reasoning-gym's {section.dataset!r} repeats questions: {DRAWS_PER_PROBLEM * asked} draws gave "
+            f"reasoning-gym's {self._name!r} repeats questions: {DRAWS_PER_PROBLEM * asked} draws gave "
             f"{len(found)} new questions for {setting} = {asked}.",
             f"Set fewer problems, or make the dataset larger with task.settings ({', '.join(self._config)}).",
         )
@@ -180,16 +195,15 @@ class ReasoningGym:
         """8 hex digits of everything that determines a problem, except split and index."""
         import reasoning_gym
 
-        section = self._section
-        decisive: dict[str, Any] = {"settings": section.settings, "version": reasoning_gym.__version__}
-        if section.dataset in ORDERED_BY_HASH:
+        decisive: dict[str, Any] = {"settings": self._settings, "version": reasoning_gym.__version__}
+        if self._name in ORDERED_BY_HASH:
             decisive["hash_seed"] = os.environ["PYTHONHASHSEED"]
-        if section.dataset in ORDERED_BY_SIZE:
-            decisive["size"] = self._asked(split)
+        if self._name in ORDERED_BY_SIZE:
+            decisive["size"] = self._asked[split]
         return hashlib.sha256(orjson.dumps(decisive, option=orjson.OPT_SORT_KEYS)).hexdigest()[:8]
 
 
-def _configuration(section: ReasoningGymTask) -> list[str]:
+def _configuration(dataset: str, settings: Mapping[str, Any]) -> list[str]:
     """The dataset's settings. Checks the name of the dataset and of the settings given."""
     try:
         from reasoning_gym.factory import DATASETS
@@ -198,24 +212,23 @@ def _configuration(section: ReasoningGymTask) -> list[str]:
             f"task.kind = 'reasoning_gym' needs the package reasoning-gym (there is no module {error.name!r}).",
             install_extra("reasoning-gym"),
         ) from None
-    if section.dataset not in DATASETS:
-        alike = difflib.get_close_matches(section.dataset, DATASETS, n=3, cutoff=0.4)
+    if dataset not in DATASETS:
+        alike = difflib.get_close_matches(dataset, DATASETS, n=3, cutoff=0.4)
         raise ConfigurationError(
-            f"reasoning-gym has no dataset {section.dataset!r}.",
+            f"reasoning-gym has no dataset {dataset!r}.",
             f"The nearest names are {', '.join(alike)}." if alike else f"It has {', '.join(sorted(DATASETS))}.",
         )
-    if section.dataset in UNSAFE_GRADERS:
+    if dataset in UNSAFE_GRADERS:
         raise ConfigurationError(
-            f"pvg does not open reasoning-gym's {section.dataset!r}: {UNSAFE_GRADERS[section.dataset]}.",
-            "Use another task.dataset.",
+            f"pvg does not open reasoning-gym's {dataset!r}: {UNSAFE_GRADERS[dataset]}.", "Use another task.dataset."
         )
-    known = [field.name for field in dataclasses.fields(DATASETS[section.dataset][1])]
-    for name in section.settings:
+    known = [field.name for field in dataclasses.fields(DATASETS[dataset][1])]
+    for name in settings:
         if name in OWNED_SETTINGS:
             raise ConfigurationError(f"pvg sets task.settings.{name}.", "Leave it out.")
         if name not in known:
             raise ConfigurationError(
-                f"reasoning-gym's {section.dataset!r} has no setting {name!r}.", f"It has {', '.join(known)}."
+                f"reasoning-gym's {dataset!r} has no setting {name!r}.", f"It has {', '.join(known)}."
             )
     return [name for name in known if name not in OWNED_SETTINGS]
 

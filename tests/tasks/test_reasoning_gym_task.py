@@ -48,6 +48,35 @@ def test_references_are_correct_and_the_neighbours_are_not(gym):
     assert not task.grade(problems[0], "  ").well_formed
 
 
+def test_a_mixture_has_equal_parts_in_turn_each_with_its_own_problems_and_grader(gym):
+    names = ["leg_counting", "chain_sum", "family_relationships"]
+    changes = {"settings": {"chain_sum": {"min_terms": 3, "max_terms": 3}}}
+    mixed = open_task(small(dataset=names, problems=8, test_problems=6, **changes))
+    for split, count in (("train", 8), ("test", 6)):
+        problems = list(mixed.problems(split))
+        assert [problem.metadata["dataset"] for problem in problems] == [names[n % 3] for n in range(count)]
+        assert all(mixed.grade(problem, f"<answer>{problem.answer}</answer>").correct for problem in problems)
+        assert not any(mixed.grade(problem, "<answer>x</answer>").correct for problem in problems)
+    alone = open_task(
+        small(dataset="chain_sum", problems=3, test_problems=2, settings={"min_terms": 3, "max_terms": 3})
+    )
+    assert list(alone.problems("train")) == [p for p in mixed.problems("train") if p.metadata["dataset"] == "chain_sum"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dataset": []}, "must name one or several datasets"),
+        ({"dataset": ["chain_sum", "chain_sum"]}, "each once"),
+        ({"dataset": ["chain_sum", "leg_counting"], "settings": {"min_terms": 3}}, "a table for each"),
+        ({"dataset": ["chain_sum", "leg_counting"], "problems": 1}, "at least as many"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(changes, says):
+    with pytest.raises(ValueError, match=says):
+        small(**changes)
+
+
 def test_splits_share_no_question_though_neighbouring_seeds_of_the_package_do(gym):
     def items(seed):
         return {item["question"] for item in gym.create_dataset("chain_sum", seed=seed, size=50)}
