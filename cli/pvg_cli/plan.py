@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from pvg.errors import UsageError
 from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, ExperimentOrDefault, JsonOption, SetOption
 
@@ -33,36 +32,19 @@ def plan(
 
     Loads no model: it reads their config.json.
     """
-    from pvg.config.load import did_you_mean
-    from pvg.planning.plan import MACHINES, Inputs, machine_here, plan_of, shapes_of
+    from pvg.planning.plan import machine_here, plan_here
     from pvg.store.run_players import pinned_players
     from pvg_cli.runs import resolve
 
     resolved = resolve(experiment, overrides or [])
     resolved = resolved.with_sources(pinned_players(resolved.sources()))
-    if gpu is not None and gpu not in MACHINES:
-        raise UsageError(
-            f"There is no GPU {gpu!r} in the planner's list.{did_you_mean(gpu, list(MACHINES))}",
-            f"Known: {', '.join(MACHINES)}. For another one, give the nearest and set its times with --input.",
-        )
     planned = gpu or ("l40s" if gpu_gb or gpus else None)
-    if planned is not None and resolved.models.device == "auto":  # what "auto" will be there, not here
-        device = "cuda" if MACHINES[planned].memory_gb else "cpu"
-        resolved = resolve(experiment, [*(overrides or []), f"models.device={device}"])
-    if planned in (None, "cpu"):
-        name, memory_gb, count = machine_here(resolved)
-    else:
-        name, memory_gb, count = planned, MACHINES[planned].memory_gb, 1
-    prover, verifier, reader = shapes_of(resolved, say)
-    values = Inputs.assumed(resolved, prover, verifier, MACHINES[name], reader)
-    values.assign(inputs or [])
-    memory_gb, count = gpu_gb or memory_gb, gpus or count
-    shapes = (prover, verifier, reader)
-    made = plan_of(resolved, values, *shapes, workers=workers, memory_gb=memory_gb, gpus=count)
+    made = plan_here(resolved, say, gpu=planned, given=inputs or [], workers=workers, memory_gb=gpu_gb, gpus=gpus)
+    machine = planned or machine_here(resolved)[0]
     if as_json:
-        emit({**made.plain(), "machine": name})
+        emit({**made.plain(), "machine": machine})
     else:
-        _print(made, name)
+        _print(made, machine)
 
 
 def _print(made: ExperimentPlan, machine: str) -> None:

@@ -6,10 +6,10 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -23,12 +23,13 @@ from pvg.reporting.formats import duration, metric_display, metric_text, phase_l
 from pvg.reporting.table import Column, Table, TableCell, write_page
 from pvg.reporting.terminal import QUIET, section
 from pvg.study.measures import StudyMeasure
-from pvg.study.plan import Cell, StudyEvaluation, StudyPlan, load_study, read_study
+from pvg.study.plan import Cell, StudyEvaluation, StudyPlan, costs_of, load_study, read_study
 from pvg.study.playing import CellProgress, Ended, Job, StudyFolder, play_cells, progress_of, refuse_other_settings
 from pvg.study.results import StudyResults, collect, csv_text, write_results
 from pvg.study.text import (
     MARKDOWN_MARK,
     cautions,
+    interval_text,
     markdown_text,
     plan_cautions,
     result_sections,
@@ -63,6 +64,8 @@ def study(  # noqa: PLR0917  (each is an option)
     csv: Annotated[Path | None, Option(metavar="FILE", help="Write the values of all seeds, one per line.")] = None,
     only_table: Annotated[bool, Option("--only-table", help="Show the results so far, and play no games.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Show arms, seeds and the remaining work, and stop.")] = False,
+    gpu: Annotated[str | None, Option(metavar="NAME", help="With --dry-run: plan for one h100, a100, ...")] = None,
+    price: Annotated[float | None, Option(min=0, metavar="N", help="With --dry-run: of a GPU-hour.")] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -73,6 +76,8 @@ def study(  # noqa: PLR0917  (each is an option)
 
     if only_table and dry_run:
         raise UsageError("--only-table and --dry-run cannot be used together.", "Use one of them.")
+    if (gpu or price is not None) and not dry_run:
+        raise UsageError("--gpu and --price change only what --dry-run shows.", "Add --dry-run.")
     if name is None:
         _list(as_json)
         return
@@ -84,7 +89,7 @@ def study(  # noqa: PLR0917  (each is an option)
     refuse_other_settings(plan.cells)
     now = {cell.name: progress_of(cell, folder, plan.evaluate) for cell in plan.cells}
     if dry_run:
-        _show_plan(plan, now, as_json)
+        _show_plan(plan, now, gpu or plan.gpu, price, as_json)
         return
     finished = True
     todo = [] if only_table else [cell for cell in plan.cells if now[cell.name].status != "complete"]
@@ -117,9 +122,16 @@ def _list(as_json: bool) -> None:
         stdout().print(names_table(about, "To play one", "pvg study NAME"))
 
 
-def _show_plan(plan: StudyPlan, now: dict[str, CellProgress], as_json: bool) -> None:
+def _show_plan(
+    plan: StudyPlan, now: dict[str, CellProgress], gpu: str | None, price: float | None, as_json: bool
+) -> None:
+    if price is not None and gpu is None:
+        raise UsageError("--price needs a GPU, and the study names none.", "Add --gpu NAME, such as --gpu h100.")
+    costs = [] if gpu is None else costs_of(plan, gpu, price, say)
     if not as_json:
-        stdout().print(plan_table(plan, now))
+        stdout().print(
+            plan_table(plan, now), *([] if gpu is None else [cost_lines(gpu, costs, price, len(plan.seeds))])
+        )
         return
     cells = []
     for cell in plan.cells:
@@ -128,6 +140,7 @@ def _show_plan(plan: StudyPlan, now: dict[str, CellProgress], as_json: bool) -> 
         progress = {"status": found.status, "reason": found.reason, "steps": cell.steps, "steps_done": found.done}
         cells.append(facts | progress)
     facts = {"study": plan.name, "folder": str(plan.folder), "processes": plan.processes, "threads": plan.threads}
+    facts |= {"gpu": gpu, "price": price, "costs": costs}
     emit({**facts, "steps": plan.steps, "warnings": plan_cautions(plan), "cells": cells})
 
 
@@ -344,6 +357,26 @@ def plan_table(plan: StudyPlan, now: Mapping[str, CellProgress]) -> Group:
         ),
         Text(f"The runs would be in {plan.folder}.", style=QUIET),
         *(Text(f"warning: {sentence}", style="yellow") for sentence in plan_cautions(plan)),
+    )
+
+
+def cost_lines(gpu: str, costs: Sequence[Mapping[str, Any]], price: float | None, seeds: int) -> Group:
+    """GPU-hours, money and memory of each arm with all its seeds (`costs_of`), and what these figures leave out."""
+    titles = {"game_hours": "games, h", "evaluation_hours": "evaluations, h", "hours": "GPU-hours"}
+    titles |= {} if price is None else {"money": f"at {price:g} an hour"}
+    table = Table(
+        [Column("arm", style="strong"), *(Column(title, "right") for title in titles.values()), Column("peak")]
+    )
+    for cost in costs:
+        fits = f"{cost['peak_gb']:.1f} GB, {'fits' if cost['fits'] else 'does not fit'}"
+        table.add(cost["arm"], *(f"{cost[name]:,.2f}" for name in titles), fits)
+    table.add("all", *(f"{sum(cost[name] for cost in costs):,.2f}" for name in titles), "")
+    notes = dict.fromkeys(note for cost in costs for note in cost["notes"])
+    return Group(
+        Text(f"\nAll seeds on one {gpu}, estimated from its data sheet; it may take twice as long (docs/gpu.md):\n"),
+        table,
+        *(Text(f"note: {note}", style="yellow") for note in notes),
+        Text(interval_text(seeds), style=QUIET),
     )
 
 

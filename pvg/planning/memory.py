@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 import pvg
-from pvg.config.base import READER, is_hub_id, is_run_id, parse_run_id
+from pvg.config.base import READER, is_hub_id, is_run_id, parse, parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.operation import LocalCluster, has_workers, ranks_of
 from pvg.config.rollout import TorchSampling
@@ -78,7 +79,8 @@ class ModelShape:
 
 def read_shape(source: str, say: Say) -> ModelShape:
     """The shape of a model source (pvg.config.training.ModelSection). Downloads at most a config.json, after a line to
-    `say`. Raises MissingRequirementError or ConfigurationError if there is none, or if transformers cannot read it."""
+    `say`; nothing for the models in shapes.toml. Raises MissingRequirementError or ConfigurationError if there is none,
+    or if transformers cannot read it."""
     kind, separator, rest = source.partition(":")
     if is_run_id(source):
         saved = find_player(parse_run_id(source))
@@ -89,6 +91,11 @@ def read_shape(source: str, say: Say) -> ModelShape:
         file = gguf_file(rest.replace("-", "_"))
         return shape_of(file.parent, file.stem, gguf_file=file.name)
     if is_hub_id(source):
+        name = parse(source).repository
+        if known := tomllib.loads(Path(__file__).with_name("shapes.toml").read_text(encoding="utf-8")).get(name):
+            from transformers import AutoConfig
+
+            return shape_from(AutoConfig.for_model(**known), name.rpartition("/")[2])
         folder = fetch_config(source, say).parent
     else:
         folder = EMBEDDED / rest if separator and kind == "embedded" else expanded(source, "models")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from scipy.special import ndtri
 from pvg.config.base import READER
 from pvg.config.experiment import FITTED, Experiment
 from pvg.config.game import CorrectnessReward
-from pvg.config.load import changed, nearest
+from pvg.config.load import changed, did_you_mean, nearest
 from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.sections import value_of
@@ -169,8 +169,8 @@ class MachineSpeed:
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 MACHINES: dict[str, MachineSpeed] = {name: MachineSpeed(*row) for name, row in TABLE["machines"].items()}
 
-# Share of the bandwidth that a decoding step reaches. Assumed.
-DECODING_SHARE = 0.5
+# Share of the bandwidth that decoding reaches: assumed; that of pvg's engine on a GPU: measured (docs/gpu.md).
+DECODING_SHARE, OWN_DECODING_SHARE = 0.5, 0.26
 # Share of the arithmetic rate that training reaches. Llama 3 reports 0.38 to 0.43 for pretraining (arXiv 2407.21783);
 # batches of short rows reach less. Assumed.
 TRAINING_SHARE = 0.3
@@ -180,9 +180,7 @@ ANSWER_TOKENS, READ_TOGETHER = 8, 32
 # Bytes per second of a weight update through a shared folder, written and read once. Assumed.
 UPDATE_BYTES_PER_S = 1e9
 
-# --- the inputs -------------------------------------------------------------------------------------------------------
-
-# Name -> (unit, meaning).
+# The inputs: name -> (unit, meaning).
 INPUTS: dict[str, tuple[str, str]] = TABLE["inputs"]
 MOST = 1e12
 POSITIVE = frozenset({"mean_tokens", "prompt_tokens", "token_s"})
@@ -237,7 +235,8 @@ class Inputs:
         mean, prompt = max(1.0, rollout.max_tokens / 2), max(1.0, min(256.0, rollout.max_tokens))
         served = not isinstance(rollout.engine, TorchSampling)
         gpus = experiment.serving.tensor_parallel if served else 1  # each has a part of the weights and of the keys
-        per_s = gpus * machine.bytes_per_s * DECODING_SHARE
+        share = DECODING_SHARE if served or not machine.memory_gb else OWN_DECODING_SHARE
+        per_s = gpus * machine.bytes_per_s * share
         # A multiply and an add per weight: forward 2, backward 4, recomputed activations 2, the reference 2.
         trainers, referees, scorers = dividing_gpus(experiment)
         operations = (6.0 + 2.0 * training.gradient_checkpointing) / trainers
@@ -245,8 +244,7 @@ class Inputs:
         flops = machine.flops * TRAINING_SHARE
         shared = shares_prompts(experiment, prover, math.ceil(prompt) + rollout.max_tokens)
         tokens = 1 + prompt / mean / (rollout.group_size if shared else 1)
-        rollouts = experiment.rollouts_per_batch
-        scores = 0.0
+        rollouts, scores = experiment.rollouts_per_batch, 0.0
         if experiment.verifier.engine == "torch":
             scores = rollouts * 2.0 * verifier.parameters * (prompt + mean) / flops / scorers
         read, reward = 0.0, experiment.game.reward
@@ -468,15 +466,9 @@ def plan_of(
     in_process = isinstance(experiment.rollout.engine, TorchSampling)
     work = work_of(experiment, inputs, workers=workers)
     work = replace(work, one_gpu=gpus == work.workers == 1 and not in_process)
-    memory = memory_of(
-        experiment,
-        prover,
-        verifier,
-        prompt_tokens=math.ceil(inputs["prompt_tokens"]),
-        slots=work.slots,
-        gpu_bytes=memory_gb * GB if memory_gb and gpus else None,
-        reader=reader,
-    )
+    prompt, gpu_bytes = math.ceil(inputs["prompt_tokens"]), memory_gb * GB if memory_gb and gpus else None
+    sizes: dict[str, Any] = {"prompt_tokens": prompt, "slots": work.slots, "gpu_bytes": gpu_bytes, "reader": reader}
+    memory = memory_of(experiment, prover, verifier, **sizes)
     bounds = bounds_of(work)
     notes = [*warm_start(experiment, inputs), *not_modelled(experiment)]
     if gpus and (host_gb := host_bytes(experiment, prover, verifier) / GB) >= 1:
@@ -536,12 +528,39 @@ def shapes_of(experiment: Experiment, say: Say) -> tuple[ModelShape, ModelShape,
     return prover, verifier, read_shape(base_source(reader), say) if reader else None
 
 
-def plan_here(experiment: Experiment, say: Say) -> ExperimentPlan:
-    """The plan of the experiment on this machine. Raises the errors of `read_shape`."""
-    name, memory_gb, gpus = machine_here(experiment)
-    prover, verifier, reader = shapes_of(experiment, say)
+def plan_here(
+    experiment: Experiment,
+    say: Say,
+    *,
+    gpu: str | None = None,
+    given: Sequence[str] = (),
+    workers: int | None = None,
+    memory_gb: float | None = None,
+    gpus: int | None = None,
+) -> ExperimentPlan:
+    """The plan on this machine, or on one GPU of MACHINES. `given`: inputs as `NAME=VALUE`. Raises UsageError, and the
+    errors of `read_shape`."""
+    if gpu is not None and experiment.models.device == "auto":  # what "auto" will be there, not here
+        models = experiment.models.model_copy(update={"device": "cuda" if machine_named(gpu).memory_gb else "cpu"})
+        experiment = experiment.model_copy(update={"models": models})
+    prover, verifier, reader = shapes = shapes_of(experiment, say)
+    name, own_gb, count = gpu or "cpu", machine_named(gpu or "cpu").memory_gb, 1
+    if name == "cpu":
+        name, own_gb, count = machine_here(experiment)
     inputs = Inputs.assumed(experiment, prover, verifier, MACHINES[name], reader)
-    return plan_of(experiment, inputs, prover, verifier, reader, memory_gb=memory_gb, gpus=gpus)
+    inputs.assign(given)
+    memory_gb = memory_gb or own_gb
+    return plan_of(experiment, inputs, *shapes, workers=workers, memory_gb=memory_gb, gpus=gpus or count)
+
+
+def machine_named(name: str) -> MachineSpeed:
+    """Raises UsageError for a name that is not in MACHINES."""
+    if name not in MACHINES:
+        raise UsageError(
+            f"There is no GPU {name!r} in the planner's list.{did_you_mean(name, list(MACHINES))}",
+            f"Known: {', '.join(MACHINES)}. For another one, give the nearest and set its times with --input.",
+        )
+    return MACHINES[name]
 
 
 # What pvg gives by itself to the activations of a micro-batch, and to the KV cache. SmolLM2-135M then trains on 1,024

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
@@ -45,6 +45,10 @@ from pvg.store.run_directory import RUN_NAME, RunDirectory, as_run_name
 from pvg.store.run_players import run_sources
 from pvg.study.measures import DEFAULT_MEASURES, StudyMeasure, measures_named
 from pvg.telemetry.waits import usable_cores
+
+if TYPE_CHECKING:
+    from pvg.hub import Say
+    from pvg.planning.plan import ExperimentPlan
 
 OF_AN_EVALUATION = ("evaluate", "serving", "telemetry")  # sections that `pvg evaluate` may set for a complete run
 
@@ -192,6 +196,7 @@ class StudyFile(Section):
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1), BeforeValidator(_seeds)] = (0, 1, 2, 3, 4)
     measures: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = DEFAULT_MEASURES
     reference: str | None = None  # the arm with which the others are compared
+    gpu: str | None = None  # that `--dry-run` plans for, as in `pvg plan --gpu`
     processes: Count = 1  # number of cells played at a time
     threads: Count | None = None  # per cell; None: the model's default, at most the cores divided by the processes
     common: dict[str, Any] = Field(default_factory=dict)
@@ -259,6 +264,7 @@ class StudyPlan:
     evaluate: StudyEvaluation | None
     folder: Path
     overrides: tuple[str, ...] = ()
+    gpu: str | None = None
 
     @property
     def most_threads(self) -> int:
@@ -342,6 +348,7 @@ def load_study(
         evaluate=file.evaluate,
         folder=runs / file.name,
         overrides=tuple(overrides),
+        gpu=file.gpu,
     )
     if threads is not None or file.threads is not None:
         return plan
@@ -470,3 +477,53 @@ def _first_game(plan: StudyPlan, arm: Arm) -> Experiment | None:
         except PvgError:  # damaged: playing or reading the cell reports it
             continue
     return None
+
+
+# --- what a study costs on a GPU --------------------------------------------------------------------------------------
+
+
+def costs_of(plan: StudyPlan, gpu: str, price: float | None, say: Say) -> list[dict[str, Any]]:
+    """For each arm: estimated hours of all its seeds on a GPU that `pvg plan` knows, if no attack ends early; money at
+    a `price` per hour; the peak of memory. Raises UsageError for another GPU, and the errors of `read_shape`."""
+    from pvg.planning.plan import plan_here
+
+    found: list[dict[str, Any]] = []
+    for arm in plan.arms:
+        made, seeds = plan_here(arm.experiment, say, gpu=gpu), len(plan.seeds)
+        game, evaluation = (seeds * seconds / 3600 for seconds in (made.run_s, _evaluation_s(plan, arm, made)))
+        hours: dict[str, Any] = {
+            "arm": arm.name,
+            "game_hours": game,
+            "evaluation_hours": evaluation,
+            "hours": game + evaluation,
+        }
+        peak_gb, fits = max(stage.total for stage in made.memory) / 1e9, all(map(made.fits, made.memory))
+        notes, money = [*made.notes, *made.memory_advice], None if price is None else (game + evaluation) * price
+        found.append(hours | {"money": money, "peak_gb": peak_gb, "fits": fits, "notes": notes})
+    return found
+
+
+def _evaluation_s(plan: StudyPlan, arm: Arm, made: ExperimentPlan) -> float:
+    """Samples, attacks and the correctness baseline. Scores and measures take little beside them."""
+    if plan.evaluate is None or arm.evaluated is None:
+        return 0.0
+    from pvg.evaluation.runner import READ
+    from pvg.evaluation.training import baseline_experiment
+    from pvg.traces.measures import SHARES
+
+    section, training = arm.evaluated.evaluate, arm.evaluated.training
+    parts = plan.evaluate.parts or default_parts(arm.evaluated)
+    numbers = plan.evaluate.numbers(arm.experiment.game.rounds)
+    samples, step_s = section.problems * section.samples, made.step_s
+    sampled = 2 * samples * (1 + (max(numbers) + 1 if "detection" in parts else len(numbers)))
+    found = 0.0
+    if "exploit" in parts:
+        attacks = len(numbers) * len(attack_kinds(arm.evaluated))
+        found += attacks * section.attack_steps * step_s * (section.attack_groups or training.groups) / training.groups
+        sampled += samples * (attacks + len(numbers))
+    if "tax" in parts:
+        found += baseline_experiment(arm.evaluated).training.steps * step_s
+        sampled += samples * (section.baseline_probes + 1)
+    if "legibility" in parts:  # a reader writes an answer for SR, without reasoning, and after each share of it
+        sampled += 2 * len(numbers) * READ * (2 + len(SHARES))
+    return found + sampled * made.bounds.sampling_s / made.work.rollouts

@@ -123,9 +123,13 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     n = len(values)
     if n < LEAST_FOR_INTERVAL:
         return None, None
-    mean = statistics.fmean(values)
-    reach = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * statistics.stdev(values) / math.sqrt(n)
-    return mean - reach, mean + reach
+    mean, half = statistics.fmean(values), reach(n) * statistics.stdev(values)
+    return mean - half, mean + half
+
+
+def reach(n: int) -> float:
+    """Half of the width of an interval of n values, in their standard deviations."""
+    return float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) / math.sqrt(n)
 
 
 # --- pairs -------------------------------------------------------------------------------------------------------

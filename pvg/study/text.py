@@ -30,6 +30,7 @@ from pvg.study.results import (
     PairedComparison,
     SeedSummary,
     StudyResults,
+    reach,
     shortfall,
 )
 
@@ -107,7 +108,7 @@ def cautions(results: StudyResults) -> list[str]:
             )
     most = max((result.summary.n for result in results.results), default=0)
     if 0 < most < LEAST_FOR_INTERVAL:
-        found.append(f"With {counted(most, 'seed')} there is no useful interval. An interval needs three seeds.")
+        found.append(interval_text(most))
     if any(result.summary.censored for result in results.results):
         found.append(
             "Values that were not found within their limit count as larger than all others: they are part of "
@@ -140,6 +141,16 @@ def plan_cautions(plan: StudyPlan) -> list[str]:
     trends = several_rounds if any(measure.by_round for measure in plan.measures) else 0
     tests = {DIFFERENCE: differences, TREND: trends}
     return [found for effect, count in tests.items() if (found := shortfall(len(plan.seeds), count, effect))]
+
+
+def interval_text(seeds: int) -> str:
+    """How large a difference must be for its interval of Student's t to leave out 0."""
+    if seeds < LEAST_FOR_INTERVAL:
+        return f"With {counted(seeds, 'seed')} there is no useful interval. An interval needs three seeds."
+    return (
+        f"With {seeds} seeds, the 95 % interval of a difference leaves out 0 if the mean difference is above "
+        f"{reach(seeds):.2g} standard deviations of the differences by seed."
+    )
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
