@@ -129,6 +129,42 @@ def test_a_failed_game_is_told_tried_once_more_at_the_next_call_and_ends_with_1(
     assert [line.split()[0] for line in Path("played.txt").read_text().splitlines()].count("src-seed-000") == 3
 
 
+def test_a_dry_run_for_a_gpu_tells_hours_money_and_memory_without_one_and_without_a_network() -> None:
+    """pvg has the shapes of these models, so it asks no hub."""
+    document = pvg("study", "kirchner-gsm8k", "--dry-run", "--price", "2.5", "--json").document
+    assert (document["gpu"], document["price"]) == ("h100", 2.5)
+    constant, growing = document["costs"]
+    assert (constant["arm"], growing["arm"]) == ("constant", "growing")
+    for cost in document["costs"]:
+        assert cost["hours"] == cost["game_hours"] + cost["evaluation_hours"]
+        assert cost["money"] == pytest.approx(2.5 * cost["hours"])
+        assert cost["fits"]
+        assert (
+            24 < cost["peak_gb"] < 80
+        )  # weights, gradients and moments of 1.5 billion parameters in float32 are 25 GB
+    assert constant["game_hours"] == pytest.approx(
+        growing["game_hours"]
+    )  # equal mints and steps in all rounds together
+    assert constant["game_hours"] > 3 * 800 * 4 / 3600  # three seeds of 800 steps of more than 4 s
+    one = pvg("study", "kirchner-gsm8k", "--dry-run", "--gpu", "h200", "--seeds", "1", "--json").document["costs"][0]
+    assert one["hours"] < constant["hours"] / 3
+    assert one["money"] is None
+    assert "GPU-hours" in pvg("study", "kirchner-gsm8k", "--dry-run").out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--dry-run", "--price", "2"], "Add --gpu NAME"),
+        (["--gpu", "h100"], "Add --dry-run"),
+        (["--dry-run", "--gpu", "h10"], "Did you mean 'h100'"),
+    ],
+)
+def test_a_price_without_a_gpu_and_a_gpu_without_a_plan_are_refused(small: str, options: list[str], says: str) -> None:
+    called = pvg("study", small, *options)
+    assert (called.code, says in called.err) == (2, True)
+
+
 def test_a_dry_run_plays_nothing_and_tells_the_work(small: str) -> None:
     called = pvg("study", small, "--dry-run")
     assert called.code == 0
