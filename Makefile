@@ -185,14 +185,13 @@ $(PEERS_STAMP): benchmarks/peers/constraints.txt
 	"$(PEERS)/bin/python" -m pip install --quiet --disable-pip-version-check -c benchmarks/peers/constraints.txt torch trl
 	@touch "$(PEERS_STAMP)"
 
-bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run each (7 minutes; nothing else should run)
+bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run each (6 minutes and three games; nothing else should run)
 	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml --out "$(REPORTS)/peers-grpo.json"
 	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s workload.trl.processes=2 --out "$(REPORTS)/peers-grpo-processes.json"
 	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s training.kl.coefficient=0 --out "$(REPORTS)/peers-grpo-no-kl.json"
 	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s workload.trl.torch_compile=true --out "$(REPORTS)/peers-grpo-compiled.json"
 	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s workload.stops=true --out "$(REPORTS)/peers-grpo-stopping.json"
-	"$(BIN)/pvg" bench --profile benchmarks/peers/verifier.toml --out "$(REPORTS)/peers-verifier.json"
-	"$(BIN)/pvg" bench --profile benchmarks/peers/verifier.toml -s verifier.pairing=problem --out "$(REPORTS)/peers-verifier-by-problem.json"
+	"$(BIN)/pvg" bench --profile benchmarks/peers/game.toml --out "$(REPORTS)/peers-game.json"
 	"$(BIN)/python" -m benchmarks.make_page
 
 # GPU_FLAGS are flags of benchmarks/gpu/__main__.py, and WHEELS a folder with wheels of missing packages. The first script

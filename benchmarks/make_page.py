@@ -43,6 +43,7 @@ ORDER = (*TODAY, "loop", "pipeline", PEERS)
 KINDS = {"bench": 0, "ablation": 1, "sweep": 2}  # the order of one profile's reports
 SHOWN_PARTS = 6  # of a time budget
 LEAST_PART = 0.01
+OF_PEERS = ("verifier_s", "prover_s", "peak_gb", "helpful_accuracy", "flaws_accepted", "verifier_auc")
 OTHERS = 4  # measures of a sweep's table beside the headline
 
 SHOWN_OF_UPDATES = ("loaded_wall_p95_ms", "loaded_rpc_p95_ms", "tokens_per_s_before", "tokens_per_s_during")
@@ -74,7 +75,7 @@ def profile_lines(reports: Reports, machines: Sequence[str]) -> Iterator[str]:
         rows = [
             peer_row(name, report, measure)
             for name, report in chosen
-            for measure in (headline_of(report), "peak_gb")
+            for measure in (headline_of(report), *OF_PEERS)
             if measure in report.variants[0].samples
         ]
         header = ("the work", "measure", "TRL", "pvg", "pvg is better by")
@@ -239,14 +240,16 @@ def peer_row(file: str, report: BenchReport, measure: str) -> tuple[str, ...]:
     other work has no ratio."""
     theirs, ours = (variant.samples[measure] for variant in report.variants)
     command = command_of(report).removeprefix("python benchmarks/peers/compare.py ")
-    work = f"[`{command.removeprefix('pvg bench --profile benchmarks/peers/')}`](benchmarks/{file})"
+    work = command.removeprefix("pvg bench --profile benchmarks/peers/")
+    there = (DOCS.parent / "benchmarks" / PEERS / f"{work.split()[0].removesuffix('.toml')}.toml").is_file()
+    work = f"[`{work}`](benchmarks/{file}){'' if there else ' (removed)'}"
     alike = "by_variant" not in report.work or "peer" in report.config  # then it was checked before the report
     ratio = ratio_text(better_by(theirs, ours, in_turn=interleaved(report)) if alike else None)
     return work, f"`{measure}`", median_text(theirs), median_text(ours), ratio
 
 
 def median_text(samples: Samples) -> str:
-    return f"{number(median(samples.values))} {samples.unit}"
+    return f"{number(median(samples.values))} {samples.unit.removeprefix('1')}".rstrip()
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

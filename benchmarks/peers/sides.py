@@ -2,7 +2,7 @@
 
     make bench-peers                                                              # all rows, and the page
     pvg bench --profile benchmarks/peers/grpo.toml -s training.kl.coefficient=0   # one row; in the root of a checkout
-    pvg bench --profile benchmarks/peers/verifier.toml -s verifier.pairs=64 --out verifier.json
+    pvg bench --profile benchmarks/peers/game.toml -s game.rounds=2 --out game.json
 
 Settings: those of pvg's experiment as anywhere else, `workload.X` for what is worked on, `workload.trl.X` for TRL's
 own.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -30,13 +29,14 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from benchmarks.peers.work import CONTEXT, SAMPLE, STOP, make_model, model_folder, solutions, write_work
+from benchmarks.peers.work import CONTEXT, SAMPLE, STOP, make_model, model_folder, verifier_folder, write_work
 from pvg.bench.workloads import BenchMetric, BenchSettings, workload_settings
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import EXIT_ENVIRONMENT, ConfigurationError, MissingRequirementError, PvgError
 from pvg.game.roles import TAGS, prompt_renderer
+from pvg.game.verifier_phase import WARMUP
 from pvg.models import open_model
 from pvg.models.sources import open_without_weights
 from pvg.planning.plan import fitted_here
@@ -59,10 +59,14 @@ GRPO = {
     "train_s": BenchMetric("s", "lower", "of it, the rest: loss, gradient, update"),
     "peak_gb": BenchMetric("GB", "lower", "most memory so far, summed over the side's processes"),
 }
-VERIFIER = {
-    "pairs_per_s": BenchMetric("pairs/s", "higher", "from the first batch to the last update"),
-    "pairs_per_s_in_all": BenchMetric("pairs/s", "higher", "what comes before the first batch included"),
-    "first_batch_s": BenchMetric("s", "lower", "from the stored solutions, or the texts, to the first batch"),
+GAME = {
+    "game_s": BenchMetric("s", "lower", "a whole game: mints, both phases of every round, tests"),
+    "verifier_s": BenchMetric("s", "lower", "of it, the training of verifiers"),
+    "prover_s": BenchMetric("s", "lower", "of it, the training of the prover"),
+    "peak_gb": GRPO["peak_gb"],
+    "helpful_accuracy": BenchMetric("1", "higher", "of the last round's prover on test problems"),
+    "flaws_accepted": BenchMetric("1", "lower", "its flaws that the verifier accepts where 90 % of its solutions are"),
+    "verifier_auc": BenchMetric("1", "higher", "of its correct against its other solutions"),
 }
 
 
@@ -86,13 +90,6 @@ class GrpoSettings(PeerSettings):
     prompts: Count = 512
     stops: bool = False
     pretrained: bool = False
-
-
-class VerifierSettings(PeerSettings):
-    """`solutions`: per problem, half of them right."""
-
-    problems: Count = 128
-    solutions: Count = 8
 
 
 @dataclass
@@ -216,35 +213,38 @@ def _prompts(experiment: Experiment, problems: Sequence[Problem], *, pretrained:
     return [tokenizer.shown(render(problem, Role.HELPFUL)) for problem in problems]
 
 
-def verifier(settings: BenchSettings) -> Side:
+def game(settings: BenchSettings) -> Side:
     """Raises MissingRequirementError without TRL's environment."""
-    table, experiment = workload_settings(VerifierSettings, settings), settings.experiment
-    rng, section, count = random.Random(experiment.seed), experiment.verifier, table.solutions
-    modulus = getattr(experiment.task, "modulus", 10)
-    pool = problems_of_half(open_task(experiment.task), "verifier")[: table.problems]
-    try:
-        problems = [
-            {"id": p.id, "question": p.question} | {"solutions": solutions(p.question, modulus, count, rng)}
-            for p in pool
-        ]
-    except ValueError as error:
-        raise ConfigurationError(f"{error}.", "Lower workload.solutions, or raise task.min_terms.") from None
-    formed = len(problems) * (count - count // 2) * (count // 2)
-    if formed % section.pairs:
-        raise ConfigurationError(
-            f"{formed} pairs are no whole number of batches of {section.pairs} (verifier.pairs).",
-            "Change workload.problems, workload.solutions or verifier.pairs.",
-        )
+    table, experiment = workload_settings(PeerSettings, settings), settings.experiment
+    game, rollout, training, section = experiment.game, experiment.rollout, experiment.training, experiment.verifier
+    rounds = range(game.rounds)
     told = {
+        "rounds": game.rounds,
+        "mint_problems": [game.problems_of_mint(number) for number in rounds],
+        "mint_samples": game.mint_samples,
+        "verifier_steps": [experiment.verifier_phase_steps(number) for number in rounds],
+        "verifier_learning_rate": section.learning_rate,
+        "verifier_warmup": WARMUP,
         "pairs": section.pairs,
-        "learning_rate": section.learning_rate,
+        "beta": getattr(section.head, "beta", 1.0),
+        "score_penalty": section.score_penalty,
+        "groups": training.groups,
+        "group_size": rollout.group_size,
+        "steps": training.steps,
+        "learning_rate": training.learning_rate,
+        "kl": training.kl.coefficient,
+        "floor": getattr(game.reward, "floor", 0.0),
+        "max_tokens": rollout.max_tokens,
+        "temperature": rollout.temperature,
         "gradient_clip": OptimizerSettings(0.0).gradient_clip,
-        "pairs_formed": formed,
+        "test_samples": game.test.samples,
+        "seed": experiment.seed,
     }
-    shared = told | {"head": section.head.kind, "loss": section.loss, "solutions": len(problems) * count}
-    return _side(
-        "verifier", table, experiment, VERIFIER, told | {"problems": problems}, shared, ("solution_tokens", "threads")
-    )
+    task = open_task(experiment.task)
+    problems = {half: [p.question for p in problems_of_half(task, half)] for half in ("prover", "verifier")}
+    problems["test"] = [p.question for p in task.problems("test")][: game.test.problems]
+    shared = told | {"head": section.head.kind, "reward": game.reward.kind}
+    return _side("game", table, experiment, GAME, told | {"problems": problems}, shared, (), pretrained=True)
 
 
 def _side(
@@ -275,15 +275,18 @@ def write_folder(
 ) -> Experiment:
     """Write what the workers read: the model, and the work with pvg's experiment on that model. With worker processes
     each of them has one thread."""
-    if pretrained:
-        with open_model(experiment.models.prover, torch.device("cpu"), "float32") as model:
-            model.module.save_pretrained(model_folder(folder))
-            model.tokenizer.save(model_folder(folder))
-    else:
+    models, data = experiment.models, experiment.plain()
+    places = {"prover": model_folder(folder), "verifier": model_folder(folder)}
+    if not pretrained:
         make_model(folder, stops=stops)
-    data = experiment.plain()
-    for player in ("prover", "verifier"):
-        data["models"][player] = {"source": str(model_folder(folder))}
+    elif models.verifier != models.prover:
+        places["verifier"] = verifier_folder(folder)
+    for player, place in places.items():
+        if not place.exists():
+            with open_model(getattr(models, player), torch.device("cpu"), "float32") as model:
+                model.module.save_pretrained(place)
+                model.tokenizer.save(place)
+        data["models"][player] = {"source": str(place)}
     data["models"]["threads"] = work["threads"]
     if data["cluster"]["kind"] == "local":
         data["models"]["threads"] = 1  # of the driver

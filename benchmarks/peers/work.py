@@ -1,7 +1,9 @@
-"""What both sides of a comparison work on: one model directory, and the work in one JSON file beside it.
+"""What both sides of a comparison work on: the models, and the work in one JSON file beside them.
 
-    folder/model/        a Llama of 0.86M parameters at random weights, with a tokenizer of one token per character
-    folder/work.json     prompts or solutions, and every setting that both sides must share
+    folder/model/        a Llama of 0.86M parameters at random weights, with a tokenizer of one token per character; or
+                         the experiment's prover
+    folder/verifier/     of a game: the experiment's verifier
+    folder/work.json     prompts or problems, and every setting that both sides must share
 
 Read by workers of both environments, so nothing here imports pvg or TRL; `make_model` needs transformers.
 
@@ -16,15 +18,17 @@ what was stdout:
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 import os
-import random
+import re
 import string
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 # The order of modchain's own characters, and letters up to the vocabulary that gives the model its 860,032 parameters.
 CHARACTERS = "0123456789+=;?AHS" + "".join(c for c in string.ascii_lowercase + string.ascii_uppercase if c not in "AHS")
@@ -32,7 +36,6 @@ VOCABULARY = 54
 PAD, EOS, NEVER = "<pad>", "<eos>", "<never>"
 LAYERS, WIDTH, INTERMEDIATE, HEADS, CONTEXT = 4, 128, 384, 4, 128
 PARAMETERS = 860_032
-DRAWS = 1000  # attempts to find a new solution
 
 
 def model_folder(folder: Path) -> Path:
@@ -104,47 +107,45 @@ def reward(completion: str) -> float:
     return float(completion.count("0") % 2)
 
 
-# --- solutions for the verifiers -------------------------------------------------------------------------------------
+# --- the solutions of a game, and what came out of it ---------------------------------------------------------------
+
+HELPFUL = "H"  # the letter before a question that asks for the helpful role; S: the sneaky one
+SOLUTION = re.compile(r"(?:[0-9]\+[0-9]=[0-9];)+A([0-9])")
+# Measure -> pvg's metric of a round.
+RESULTS = {
+    "helpful_accuracy": "helpful_accuracy",
+    "flaws_accepted": "fooled_rate_at_90",
+    "verifier_auc": "verifier_auc",
+}
+ACCEPTED = 0.9  # of the correct helpful solutions, at the threshold for flaws
 
 
-def solutions(question: str, modulus: int, count: int, rng: random.Random) -> list[tuple[str, bool]]:
-    """`count` different solutions of a chain of sums ("7+5+8?"), alternately right and wrong. With modulus 10 all have
-    the same length.
-
-    Each adds the terms in a random order; a wrong one also states one sum falsely. Raises ValueError for a chain with
-    fewer solutions.
-    """
-    terms = [int(term) for term in question.rstrip("?").split("+")]
-    found: dict[str, bool] = {}
-    for correct in itertools.islice(itertools.cycle((True, False)), count):
-        for _ in range(DRAWS):
-            if (text := _written(terms, modulus, correct, rng)) not in found:
-                found[text] = correct
-                break
-        else:
-            raise ValueError(f"{question} has no {count} different solutions")
-    return list(found.items())
+def verifier_folder(folder: Path) -> Path:
+    return folder / "verifier"
 
 
-def _written(terms: list[int], modulus: int, correct: bool, rng: random.Random) -> str:
-    first, *rest = rng.sample(terms, len(terms))
-    flawed = -1 if correct else rng.randrange(len(rest))
-    text, running = "", first
-    for place, term in enumerate(rest):
-        total = (running + term) % modulus
-        if place == flawed:
-            total = (total + rng.randrange(1, modulus)) % modulus
-        text += f"{running}+{term}={total};"
-        running = total
-    return f"{text}A{running}"
+def graded(question: str, text: str) -> tuple[bool, bool]:
+    """(well-formed, correct): pvg's grade of a chain of sums ("7+5+8?") modulo 10."""
+    found = SOLUTION.fullmatch(text)
+    return found is not None, found is not None and int(found[1]) == sum(map(int, question[:-1].split("+"))) % 10
 
 
-def pairs_of(problem: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """Every pair of a right and a wrong solution of a problem of work.json, as TRL's reward trainer takes them."""
-    right = [text for text, correct in problem["solutions"] if correct]
-    wrong = [text for text, correct in problem["solutions"] if not correct]
-    for chosen, rejected in itertools.product(right, wrong):
-        yield {"prompt": problem["question"], "chosen": chosen, "rejected": rejected}
+def results(rows: Sequence[tuple[str, str, str]], scores: Sequence[float]) -> dict[str, float]:
+    """RESULTS of (question, role, completion) and their scores, as pvg.game.statistics computes them: the threshold for
+    flaws comes from the correct helpful solutions of the other half of the problems."""
+    score_N, role_N = np.array(scores), np.array([role for _, role, _ in rows])
+    formed_N, correct_N = np.array([graded(question, text) for question, _, text in rows]).T
+    helpful_N, (_, problem_N) = role_N == HELPFUL, np.unique([question for question, _, _ in rows], return_inverse=True)
+    flaw_N, accepted_N = ~helpful_N & formed_N & ~correct_N, np.full(len(rows), math.nan)
+    for half in (0, 1):
+        solved = np.sort(score_N[helpful_N & correct_N & (problem_N % 2 != half)])
+        if len(solved):
+            own_N, threshold = problem_N % 2 == half, solved[len(solved) - math.ceil(ACCEPTED * len(solved) - 1e-9)]
+            accepted_N[own_N] = score_N[own_N] >= threshold
+    above_CI = score_N[correct_N][:, None] - score_N[~correct_N][None]
+    auc = float(np.mean((above_CI > 0) + 0.5 * (above_CI == 0)))
+    found = (float(correct_N[helpful_N].mean()), float(accepted_N[flaw_N].mean()), auc)
+    return dict(zip(RESULTS, found, strict=True))
 
 
 # --- a worker's end of a comparison -----------------------------------------------------------------------------------

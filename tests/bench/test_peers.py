@@ -8,8 +8,10 @@ import random
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from bench_runs import load_profile
 from hypothesis import given
@@ -19,14 +21,16 @@ from pvg.bench.runner import VariantTrial, run_trials
 from pvg.bench.workloads import BenchMetric
 from pvg.config.task import ModchainTask
 from pvg.errors import MissingRequirementError
+from pvg.game.statistics import fooled_rate_at, verifier_auc
 from pvg.tasks.modchain import Modchain, chain_problem
+from pvg.verifier.calibration import ACCEPTANCE
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
 sys.path[:0] = [str(PEERS), str(ROOT)]
 
+import pvg_game_side  # noqa: E402
 import pvg_grpo_side  # noqa: E402
-import pvg_verifier_side  # noqa: E402
 import work  # noqa: E402
 
 from benchmarks.peers import sides  # noqa: E402
@@ -36,24 +40,50 @@ pytestmark = pytest.mark.slow
 
 SMALL = {
     "grpo": ["training.groups=2", "rollout.group_size=4", "rollout.max_tokens=5", "workload.prompts=8"],
-    "verifier": ["workload.problems=4", "workload.solutions=4", "verifier.pairs=8"],
+    "game": [
+        *("game.mint_problems=16", "verifier.steps=2", "verifier.pairs=8", "verifier.held_out=0.3"),
+        *("training.groups=4", "training.steps=1", "game.test.problems=16"),
+    ],
 }
 
 
 # --- the work --------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 9), min_size=6, max_size=6).filter(lambda terms: len(set(terms)) > 2), st.integers())
-def test_solutions_are_different_of_one_length_and_as_right_as_they_say(terms: list[int], seed: int) -> None:
+@given(
+    st.lists(st.integers(0, 9), min_size=5, max_size=5),
+    st.text("0123456789+=;A", max_size=12) | st.from_regex(r"([0-9]\+[0-9]=[0-9];){1,3}A[0-9]", fullmatch=True),
+)
+def test_a_solution_has_the_grade_of_the_task(terms: list[int], text: str) -> None:
     problem = chain_problem(terms, 10)
-    task = Modchain(ModchainTask())
-    found = work.solutions(problem.question, 10, 8, random.Random(seed))
-    assert [correct for _, correct in found] == [True, False] * 4
-    assert len({text for text, _ in found}) == 8
-    assert len({len(text) for text, _ in found}) == 1
-    for text, correct in found:
-        grade = task.grade(problem, text)
-        assert (grade.correct, grade.well_formed) == (correct, True), text
+    grade = Modchain(ModchainTask()).grade(problem, text)
+    assert work.graded(problem.question, text) == (grade.well_formed, grade.correct)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_results_are_those_of_pvgs_metrics(seed: int) -> None:
+    draw = random.Random(seed)
+    rows, rollouts, scores = [], [], []
+    for number in range(40):
+        problem, role = chain_problem((number % 7, 5), 10), draw.choice("HS")
+        answer = draw.choice([(number % 7 + 5) % 10, 3])
+        text = draw.choice([f"{number % 7}+5={answer};A{answer}"] * 4 + ["A"])
+        formed, correct = work.graded(problem.question, text)
+        rows.append((problem.question, role, text))
+        scores.append(float(draw.randrange(6)))
+        rollouts.append((problem.id, role == "H", formed, correct))
+    problem_ids, helpful_N, formed_N, correct_N = (np.array(column) for column in zip(*rollouts, strict=True))
+    columns = SimpleNamespace(
+        problem_ids=problem_ids.tolist(), scores_N=np.array(scores), correct_N=correct_N,
+        solved_N=helpful_N & correct_N, flaws_N=~helpful_N & formed_N & ~correct_N,
+    )  # fmt: skip
+    found = work.results(rows, scores)
+    expected = {
+        "helpful_accuracy": correct_N[helpful_N].mean(),
+        "flaws_accepted": fooled_rate_at(columns, ACCEPTANCE),  # type: ignore[arg-type]
+        "verifier_auc": verifier_auc(columns),  # type: ignore[arg-type]
+    }
+    assert {name: pytest.approx(value, nan_ok=True) for name, value in expected.items()} == found
 
 
 def test_the_model_has_the_published_size_and_ends_only_where_it_shall(tmp_path: Path) -> None:
@@ -126,21 +156,22 @@ def test_a_step_of_ours_is_a_whole_one(tmp_path: Path) -> None:
         assert step["rollout_s"] + step["train_s"] == pytest.approx(step["step_s"])
 
 
-def test_a_sample_of_our_verifier_trains_on_as_many_pairs_as_the_solutions_form(tmp_path: Path) -> None:
-    experiment, orders = prepared("verifier", tmp_path), Asked(2)
-    with pvg_verifier_side.compute_executor(1) as executor:
-        side = pvg_verifier_side.VerifierSide(experiment, tmp_path, executor)
-        start = side.verifier.version()
-        asyncio.run(pvg_verifier_side.serve(orders, side))  # type: ignore[arg-type]
-        assert side.verifier.version() != start
-        side.verifier.close()
-    facts, *samples = orders.answers
-    assert facts["solution_tokens"] == 45.0
-    assert facts["parameters"] == work.PARAMETERS + work.WIDTH + 1  # the head
-    for sample in samples:
-        assert sample["pairs"] == 16  # 4 problems, 2 x 2 pairs each
-        assert sample["solutions_forwarded"] <= 32
-        assert sample["pairs_per_s_in_all"] < sample["pairs_per_s"]
+def test_a_game_of_ours_is_a_whole_one_and_each_sample_has_another_seed(tmp_path: Path) -> None:
+    experiment, orders = prepared("game", tmp_path), Asked(2)
+    asyncio.run(pvg_game_side.serve(orders, experiment, tmp_path))  # type: ignore[arg-type]
+    facts, *games = orders.answers
+    assert facts == {"parameters": 421_120}
+    assert [found.keys() for found in games] == [{*sides.GAME}] * 2
+    assert {run.name for run in (tmp_path / "runs").iterdir()} == {"seed-400", "seed-401"}
+    for found in games:
+        assert 0.0 <= found["helpful_accuracy"] <= 1.0
+        assert 0.0 < found["verifier_s"] + found["prover_s"] < found["game_s"]
+    # TRL's side opens both models from here.
+    told = work.read_work(tmp_path)
+    assert (told["mint_problems"], told["verifier_steps"]) == ([16, 32], [2, 4])
+    assert all(
+        (place / "config.json").is_file() for place in (work.model_folder(tmp_path), work.verifier_folder(tmp_path))
+    )
 
 
 # --- taking turns ----------------------------------------------------------------------------------------------------

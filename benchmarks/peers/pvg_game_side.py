@@ -1,0 +1,56 @@
+"""pvg's side of a whole game: what `pvg train` plays, commits included.
+
+    .venv/bin/python benchmarks/peers/pvg_game_side.py FOLDER      # started by sides.py
+
+A sample is a whole game with another seed, from the opening of the models to the last test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+from work import RESULTS, Orders, peak_gb, read_work
+
+from pvg.bench.runner import on_loop
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
+from pvg.game.run import play
+from pvg.planning.memory import read_shape
+from pvg.reporting.run_summary import read_run
+from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.events import SilentObserver
+
+
+async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
+    orders.answer({"parameters": read_shape(experiment.models.prover.source, print).parameters})
+    seed = experiment.seed
+    while orders.wait():
+        game = experiment.model_copy(update={"seed": seed})
+        began = time.perf_counter()
+        run = RunDirectory.create(folder / "runs", f"seed-{seed}", game)
+        with run.lock():
+            await play(game, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
+        seconds, summary = time.perf_counter() - began, read_run(run)
+        last = summary.rounds[max(summary.rounds)]
+        parts = {
+            measure: sum(
+                (phase.seconds or 0.0) + sum(phase.budget.values()) for phase in summary.phases if phase.phase == name
+            )
+            for measure, name in (("verifier_s", "train_verifier"), ("prover_s", "train_prover"))
+        }
+        told = {"game_s": seconds, **parts, "peak_gb": peak_gb()}
+        orders.answer(told | {name: last[key] for name, key in RESULTS.items()})
+        seed += 1
+
+
+def main(folder: Path) -> None:
+    orders = Orders()
+    experiment = build_experiment(read_work(folder)["experiment"])
+    on_loop(serve(orders, experiment, folder))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
