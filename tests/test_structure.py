@@ -53,8 +53,9 @@ MOST_LINES = 700
 # All modules of pvg, the command line and benchmarks; and the modules of pvg. Measures of traces (pvg.traces), attacks
 # on graders (pvg.attack), bridges and the hack alarm took 4,600 lines, for which 2,400 others went. SR and CIR as
 # rewards, legibility in pvg evaluate, pvg check and files that are never replaced took 1,400, for which 750 went.
+# A study's plan for a GPU, mixtures of reasoning-gym and a game made of TRL took 560, for which 410 went.
 # Still to pay.
-MOST_LINES_OF_ALL, MOST_MODULES = 76_496, 236
+MOST_LINES_OF_ALL, MOST_MODULES = 76_642, 236
 
 
 @cache
