@@ -131,12 +131,26 @@ def _own_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
         return ""
     count, share = rounds[last].get("flaws"), counted_share(metric, rounds[last])
     of = "flaws" if count is None else counted(round(count), "flaw")
-    says = f"The verifier of round {last} accepted {share} of its round's {of}."
+    says = f"The verifier of round {last} accepted {share} of its round's {of}{_beside_correct(rounds[last])}"
     worst = max(shares, key=lambda number: shares[number])
     most = metric_text(metric, shares[worst])
     if most == metric_text(metric, shares[last]):
         return says
-    return f"{says} The highest share was {most}, in round {worst}."
+    return f"{says} The highest share of flaws was {most}, in round {worst}."
+
+
+def _beside_correct(metrics: Mapping[str, float]) -> str:
+    """The end of the sentence on flaws. A low share of flaws says nothing about a verifier that accepts few correct
+    solutions too."""
+    if (helpful := metrics.get("accepted_helpful", math.nan)) != helpful:
+        return "." if "solved" not in metrics else ". No helpful solution was correct, so that says little."
+    says = f", and {counted_share('accepted_helpful', metrics)} of the correct helpful solutions."
+    if metrics.get("flaws") and metrics.get("solved"):
+        _, flaws_high = wilson(metrics["fooled_rate"], metrics["flaws"])
+        helpful_low, _ = wilson(helpful, metrics["solved"])
+        if helpful_low <= flaws_high:
+            return f"{says} So these numbers do not show that it accepts correct solutions more often than flaws."
+    return says
 
 
 CHANGED, SURE = 0.1, 0.01  # the report names changes of an MCC from CHANGED on, with a p value of at most SURE

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
+import pytest
 from page_checks import check
 from rich.console import Console, RenderableType
 from run_samples import played, tell
@@ -72,7 +74,8 @@ def test_a_game_of_two_rounds() -> None:
     assert outcome({1: LAST, 0: FIRST}) == [
         "61.3 % of the helpful role's solutions were correct before the game, and 95.1 % after round 1.",
         "57.2 % of the sneaky role's solutions were wrong (flaws) before the game, and 79.9 % after round 1.",
-        "The verifier of round 1 accepted 6.8 % of its round's flaws. The highest share was 11.0 %, in round 0.",
+        "The verifier of round 1 accepted 6.8 % of its round's flaws."
+        " The highest share of flaws was 11.0 %, in round 0.",
         "Each new verifier accepted at most 0.4 % of the previous round's flaws.",
     ]
 
@@ -85,6 +88,19 @@ def test_shares_have_their_interval_and_those_of_few_solutions_are_grey() -> Non
     (row,) = rounds_table({0: few}).rows
     styles = {cell.style for cell in row if isinstance(cell, TableCell) and cell.text == "50.0 %"}
     assert styles == {"", "quiet"}  # of 100 solutions, and of 10 flaws
+
+
+@pytest.mark.parametrize(
+    ("of_correct", "solved", "said"),
+    [(0.95, 200.0, ""), (0.1, 200.0, "do not show"), (1.0, 1.0, "do not show"), (math.nan, 0.0, "says little")],
+    ids=["tells apart", "refuses nearly all", "one solution", "no solution"],
+)
+def test_few_accepted_flaws_are_no_success_of_a_verifier_that_accepts_nothing(
+    of_correct: float, solved: float, said: str
+) -> None:
+    own = {"fooled_rate": 0.13, "flaws": 23.0, "accepted_helpful": of_correct, "solved": solved}
+    sentence = outcome({0: own})[-1]
+    assert (said in sentence) if said else ("show" not in sentence and "little" not in sentence)
 
 
 def test_what_was_not_measured_is_left_out() -> None:
