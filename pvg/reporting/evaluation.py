@@ -41,7 +41,7 @@ def evaluation_tables(report: EvaluationReport) -> Group:
     headline = Text.assemble(
         (report.run, "bold"),
         (f"  {_about(report)}  ", QUIET),
-        (report.status, "green" if not _open(report) else "yellow"),
+        (report.status, "green" if report.status == "complete" else "yellow"),
     )
     parts: list[RenderableType] = [headline]
     for found in _tables(report):
@@ -56,7 +56,9 @@ def evaluation_section(report: EvaluationReport | None) -> PageSection:
     """The whole evaluation. Empty for a run without one."""
     if report is None:
         return PageSection("evaluation", "Evaluation", [])
-    unfinished = ["The evaluation is not finished: the same command continues it."] if _open(report) else []
+    unfinished = (
+        ["The evaluation is not finished: the same command continues it."] if report.status == "partial" else []
+    )
     body = [
         elements.notes([*unfinished, *_stale(report), *report.notes]),
         elements.grid(evaluation_charts(report)),
@@ -71,13 +73,11 @@ def folded_tables(report: EvaluationReport) -> list[Markup]:
     return [elements.details(found.title, _on_page(found)) for found in _tables(report)]
 
 
-def _open(report: EvaluationReport) -> bool:
-    return report.status == "partial"
-
-
 def _about(report: EvaluationReport) -> str:
-    of = counted(report.rounds_planned, "round")
-    return f"evaluation of {report.rounds_finished} of {of}, intervals at {100 * CONFIDENCE:g} %"
+    fields = {name: value for found in report.rounds for name, value in found if value is not None}
+    parts = ", ".join(name.replace("_", "-") for name in fields if name not in ("round", "verifier_version"))
+    rounds = ", ".join(str(found.round) for found in report.rounds)
+    return f"{parts or 'no part'} of round {rounds or '–'}; intervals at {100 * CONFIDENCE:g} %, by problem"
 
 
 def _stale(report: EvaluationReport) -> list[str]:

@@ -62,6 +62,14 @@ def printed(report: EvaluationReport, width: int = 100) -> str:
     return " ".join(out.getvalue().split())
 
 
+def test_the_head_says_which_rounds_and_parts_were_evaluated() -> None:
+    """Not how many rounds the game has: one of five was evaluated here, by its attackers alone."""
+    report = report_of(attacked(3, "wrong sum")).model_copy(update={"rounds_finished": 5, "rounds_planned": 5})
+    for text in (printed(report), html_of(report)):
+        assert "exploit of round 3;" in text
+        assert "of 5" not in text
+
+
 def attacked(round_: int, *kinds: str) -> RoundEvaluation:
     """A round with one attacker, with an example of each kind; without kinds, one of a task without notes."""
     examples = [
