@@ -21,11 +21,11 @@ import numpy as np
 
 import pvg
 from pvg.config.task import ModchainTask
-from pvg.evaluation.intervals import wilson
 from pvg.game.audit import AUDITED, FALSE_ALARMS, RiseTest
 from pvg.records import Rollout
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks.modchain import Modchain
+from pvg.verifier.intervals import wilson
 
 BATCH = 128  # solutions of a training batch
 EXPERIMENT = Path(__file__).parent.parent / "experiments" / "hack-alarm.toml"

@@ -21,9 +21,9 @@ from pvg.attack.targets import Target, TargetAnswer
 from pvg.attack.texts import AttackCase, StaticAttack
 from pvg.config.base import StrictRecord
 from pvg.errors import ConfigurationError, shortened
-from pvg.evaluation.intervals import Estimate, share_of
 from pvg.telemetry.events import Observer, PhaseInfo, Progress
 from pvg.traces.kept_results import KeptResults, digest_of_question
+from pvg.verifier.intervals import Estimate, share_of
 
 CARD_FILE, ANSWERS_FILE = "card.json", "answers.jsonl"
 MOST_EXAMPLES = 3  # of each attack

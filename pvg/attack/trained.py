@@ -26,7 +26,6 @@ from pvg.config.experiment import Experiment
 from pvg.config.game import CgcReward
 from pvg.errors import TrainingDivergedError
 from pvg.evaluation.attacks import AttackStop, ended
-from pvg.evaluation.intervals import share_of
 from pvg.evaluation.opened_run import ScoredRollouts, digest
 from pvg.evaluation.report import policy_experiment
 from pvg.evaluation.training import PolicyTraining, policy_name, train
@@ -40,6 +39,7 @@ from pvg.seeds import seed_for
 from pvg.store.atomic import make_directory
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.events import Observer
+from pvg.verifier.intervals import share_of
 from pvg.verifier.scorer import ScorerStats, VerifierScorer
 
 if TYPE_CHECKING:

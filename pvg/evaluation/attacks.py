@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
-from pvg.evaluation.intervals import ROUNDING, Estimate, Float64, Ints, mean_of, percentile, share_of
 from pvg.evaluation.opened_run import (
     REFERENCE_RANGE,
     ROUND,
@@ -37,6 +36,7 @@ from pvg.evaluation.opened_run import (
 from pvg.evaluation.report import KINDS, attacker_experiment
 from pvg.evaluation.training import PolicyTraining, policy_name, train, training_session
 from pvg.records import Role, Rollout, flaw_kind, source_of_round
+from pvg.verifier.intervals import ROUNDING, Estimate, Float64, Ints, mean_of, percentile, share_of
 from pvg.verifier.scorer import ScoringModel
 
 

@@ -36,7 +36,9 @@ from scipy.special import expit
 
 from pvg.config.operation import Evaluate
 from pvg.config.training import Verifier
-from pvg.evaluation.intervals import (
+from pvg.evaluation.opened_run import ScoredRollouts
+from pvg.verifier.calibration import matthews
+from pvg.verifier.intervals import (
     CONFIDENCE,
     Estimate,
     Float64,
@@ -49,8 +51,6 @@ from pvg.evaluation.intervals import (
     share_of,
     wins,
 )
-from pvg.evaluation.opened_run import ScoredRollouts
-from pvg.verifier.calibration import matthews
 
 # --- logistic regression ----------------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ import orjson
 from pvg.config.experiment import Experiment
 from pvg.config.game import ChallengeProtocol, Game
 from pvg.errors import StateError
-from pvg.evaluation.intervals import Ints
 from pvg.game.ledger import shards_of
 from pvg.game.orders import interaction_of
 from pvg.game.players import Players
@@ -48,6 +47,7 @@ from pvg.store.shards import RolloutShards, ShardInfo, columns_in_memory
 from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import Tracer
+from pvg.verifier.intervals import Ints
 from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
 if TYPE_CHECKING:

@@ -22,11 +22,11 @@ from pvg.config.game import CgcReward, GoodhartReward, RewardSection, SrcReward
 from pvg.config.load import build_experiment, differences, load_experiment, refuse_unknown
 from pvg.config.rules import reward_conflicts
 from pvg.errors import ConfigurationError, StateError, UsageError
-from pvg.evaluation.intervals import Estimate
 from pvg.seeds import seed_for
 from pvg.store.atomic import read_stored, write_atomic
 from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import pinned_players
+from pvg.verifier.intervals import Estimate
 
 # The parts of an evaluation, and the settings of the attackers and the baseline; loads no torch.
 

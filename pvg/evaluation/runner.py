@@ -28,7 +28,6 @@ from pvg.config.load import differences
 from pvg.errors import PvgError, TrainingDivergedError, UsageError, counted, user_paths
 from pvg.evaluation import measures
 from pvg.evaluation.attacks import AttackTarget, attack, attack_digest, attack_name, check, final_samples, reference_of
-from pvg.evaluation.intervals import RESAMPLES, Float64, draws
 from pvg.evaluation.opened_run import (
     BASE_RANGE,
     MOST_ROUNDS,
@@ -94,6 +93,7 @@ from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress, Server
 from pvg.telemetry.spans import CudaClock, Tracer, span
 from pvg.traces.http_client import is_url
 from pvg.traces.loaders import LoadedTraces, trace_of
+from pvg.verifier.intervals import RESAMPLES, Float64, draws
 from pvg.version import code_version
 
 # --- the parts of one round -------------------------------------------------------------------------------------------

@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 
 from pvg.config.base import StrictRecord
 from pvg.errors import UsageError
-from pvg.evaluation.intervals import (
+from pvg.evaluation.measures import FOLDS, NGRAMS, features, folds_of, matthews_of, probe
+from pvg.evaluation.report import JudgeAtStep, SourceRecord
+from pvg.traces.kept_results import KeptResults
+from pvg.traces.loaders import LoadedTraces, Trace
+from pvg.traces.measures import SHARES, MeasuredTrace, OtherModel, UnreadableTraces, measured
+from pvg.traces.readers import open_reader
+from pvg.verifier.calibration import matthews
+from pvg.verifier.intervals import (
     RESAMPLES,
     Estimate,
     Float64,
@@ -30,13 +37,6 @@ from pvg.evaluation.intervals import (
     share_of,
     sign_flip_p,
 )
-from pvg.evaluation.measures import FOLDS, NGRAMS, features, folds_of, matthews_of, probe
-from pvg.evaluation.report import JudgeAtStep, SourceRecord
-from pvg.traces.kept_results import KeptResults
-from pvg.traces.loaders import LoadedTraces, Trace
-from pvg.traces.measures import SHARES, MeasuredTrace, OtherModel, UnreadableTraces, measured
-from pvg.traces.readers import open_reader
-from pvg.verifier.calibration import matthews
 from pvg.version import code_version
 
 # Measure -> (label, what it means), in the order of tables.

@@ -20,7 +20,6 @@ import numpy as np
 from pvg.config.experiment import Experiment
 from pvg.config.game import CorrectnessReward
 from pvg.errors import TrainingDivergedError
-from pvg.evaluation.intervals import Estimate, Float64, percentile, ratio
 from pvg.evaluation.opened_run import (
     BASELINE_RANGE,
     EvaluationContext,
@@ -49,6 +48,7 @@ from pvg.telemetry.events import Observer, PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
 from pvg.training.forward import ForwardSettings, fitted, recompute_logprobs
+from pvg.verifier.intervals import Estimate, Float64, percentile, ratio
 from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from pvg.config.experiment import Experiment
 from pvg.config.rollout import FRAME
 from pvg.config.training import YES_NO_QUESTION, AnswerHead
 from pvg.errors import ConfigurationError, UsageError, user_paths
-from pvg.evaluation.intervals import Estimate, share_of
 from pvg.evaluation.opened_run import OpenedRun
 from pvg.export import pvg_verifier
 from pvg.export.finished import FinishedRound
@@ -44,6 +43,7 @@ from pvg.store.atomic import disk_full_explained, make_directory, share_weights,
 from pvg.store.run_players import WARMED_PROVER, adapter_name
 from pvg.tasks import open_task
 from pvg.tasks.task import ConcealsText
+from pvg.verifier.intervals import Estimate, share_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

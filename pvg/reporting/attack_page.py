@@ -14,10 +14,10 @@ from rich.text import Text
 
 from pvg.attack.runner import AttackExample, AttackResult, RobustnessCard, TrainedAttack
 from pvg.errors import counted, shortened, visible
-from pvg.evaluation.intervals import CONFIDENCE, Estimate
 from pvg.reporting.formats import ABSENT
 from pvg.reporting.table import Column, PageSection, Table, TableCell, elements, page
 from pvg.reporting.terminal import QUIET, section
+from pvg.verifier.intervals import CONFIDENCE, Estimate
 
 SHORT = 26  # characters of a text in a table
 READING = (

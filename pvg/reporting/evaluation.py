@@ -16,7 +16,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from pvg.errors import counted
-from pvg.evaluation.intervals import CONFIDENCE, Estimate
 from pvg.evaluation.report import AttackCheck, AttackRecord, BestOfNCurves, EvaluationReport, PolicyDistance
 from pvg.records import BASE_SOURCE, Role, source_of_round
 from pvg.reporting.charts import ChartLine, HeatCell, Interval, ReferenceLine, XAxis, line_chart, round_axis
@@ -24,6 +23,7 @@ from pvg.reporting.formats import ABSENT
 from pvg.reporting.solutions import Example, shown_solution
 from pvg.reporting.table import Column, PageSection, Table, TableCell, TemplateMacros, Where, chart, elements
 from pvg.reporting.terminal import FEW, QUIET, examples_list, section
+from pvg.verifier.intervals import CONFIDENCE, Estimate
 
 RARE = 0.01  # share of a kind of flaw that the table leaves out
 SHADES = 6  # run-0 to run-5 of the style sheet

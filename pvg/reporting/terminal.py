@@ -18,7 +18,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.errors import counted
-from pvg.evaluation.intervals import change_point, wilson
 from pvg.reporting.formats import (
     SHOWN,
     BudgetPart,
@@ -42,6 +41,7 @@ from pvg.reporting.run_summary import (
 )
 from pvg.reporting.table import Column, LegendKey, Table, TableCell
 from pvg.telemetry.catalogue import REMEDIES
+from pvg.verifier.intervals import change_point, wilson
 
 if TYPE_CHECKING:
     from pvg.reporting.solutions import Example

@@ -30,13 +30,13 @@ from scipy.stats import rankdata
 
 from pvg.config.base import StrictRecord
 from pvg.errors import MissingRequirementError, PvgError, counted
-from pvg.evaluation.intervals import ALIKE, holm, sign_flip_p
 from pvg.store.atomic import write_atomic
 from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, cap_of, capped, read_facts
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.playing import CellProgress, StudyFolder, progress_of
 from pvg.telemetry.device import processor
 from pvg.telemetry.waits import usable_cores
+from pvg.verifier.intervals import ALIKE, holm, sign_flip_p
 from pvg.version import code_version
 
 # Statistics for few seeds: intervals of a mean, comparisons paired by seed, trends over rounds. Pure functions.

@@ -99,7 +99,7 @@ def balanced_lead(
     first_N: NDArray[np.bool_], second_N: NDArray[np.bool_], correct_N: NDArray[np.bool_], problems_N: NDArray[Any]
 ) -> tuple[float, float, float]:
     """By how much the balanced accuracy of the decisions `first_N` is above that of `second_N`, and the bounds of a
-    95 % interval, from the linearised variance over problems (see pvg.evaluation.intervals.share_of)."""
+    95 % interval, from the linearised variance over problems (see pvg.verifier.intervals.share_of)."""
     _, problem_N = np.unique(problems_N, return_inverse=True)
     apart_N = np.where(correct_N, 1.0, -1.0) * (first_N.astype(np.float64) - second_N)
     errors_N = np.zeros(len(apart_N))

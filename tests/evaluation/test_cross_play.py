@@ -20,12 +20,12 @@ from test_runner import changed, evaluated, played
 
 from pvg.config.experiment import Experiment
 from pvg.evaluation import measures
-from pvg.evaluation.intervals import Estimate, draws
 from pvg.evaluation.opened_run import ScoredRollouts
 from pvg.evaluation.report import CrossPlay, report_of
 from pvg.records import Grade, Problem, Role
 from pvg.store.run_directory import RunDirectory
 from pvg.verifier.calibration import matthews
+from pvg.verifier.intervals import Estimate, draws
 
 H, S = Role.HELPFUL, Role.SNEAKY
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.evaluation.intervals import MOST_POINTS, auc_of, draws, roc, wins
 from pvg.verifier.calibration import auc
+from pvg.verifier.intervals import MOST_POINTS, auc_of, draws, roc, wins
 
 sides = st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 4)), min_size=1, max_size=12)
 

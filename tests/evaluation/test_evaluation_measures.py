@@ -11,11 +11,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent / "store"))
 from store_samples import rollout
 
-from pvg.evaluation.intervals import draws
 from pvg.evaluation.measures import separability
 from pvg.evaluation.opened_run import ScoredRollouts
 from pvg.evaluation.runner import solutions_read
 from pvg.records import Checks, Grade, Problem, Role
+from pvg.verifier.intervals import draws
 
 PROBLEMS = [Problem(f"p{place}", "", "") for place in range(12)]
 

@@ -24,13 +24,13 @@ from pvg.config.task import ModchainTask
 from pvg.config.training import Verifier
 from pvg.evaluation import measures
 from pvg.evaluation.attacks import check
-from pvg.evaluation.intervals import Estimate
 from pvg.evaluation.opened_run import SampleSet, ScoredRollouts
 from pvg.evaluation.report import attacker_experiment
 from pvg.evaluation.runner import RoundParts
 from pvg.evaluation.training import baseline_experiment
 from pvg.records import Checks, Float32, Grade, Problem, Role, Rollout
 from pvg.tasks.modchain import Modchain, chain_problem
+from pvg.verifier.intervals import Estimate
 
 H, S = Role.HELPFUL, Role.SNEAKY
 RIGHT, WRONG, MALFORMED = Grade(True, True), Grade(False, True), Grade(False, False)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.evaluation.intervals import draws
 from pvg.evaluation.measures import calibration_error, cross_fitted, ece, equal_mass, fit
+from pvg.verifier.intervals import draws
 
 
 @settings(max_examples=30, deadline=None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pvg.evaluation.intervals import draws
 from pvg.evaluation.measures import FEATURES, credit, features, folds_of, probe
+from pvg.verifier.intervals import draws
 
 PROBLEMS = 24
 

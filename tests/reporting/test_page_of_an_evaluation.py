@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 from page_checks import Page
 from rich.console import Console
 
-from pvg.evaluation.intervals import Estimate
 from pvg.evaluation.report import (
     AttackCheck,
     AttackRecord,
@@ -25,6 +24,7 @@ from pvg.evaluation.report import (
 )
 from pvg.reporting.evaluation import evaluation_section, evaluation_tables
 from pvg.reporting.table import page
+from pvg.verifier.intervals import Estimate
 
 NUMBER = Estimate(value=0.5, low=0.4, high=0.6, n=10, problems=5)
 

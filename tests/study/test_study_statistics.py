@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.evaluation.intervals import holm, sign_flip_p
 from pvg.study.measures import MeasuredValue
 from pvg.study.results import (
     compare,
@@ -22,6 +21,7 @@ from pvg.study.results import (
     summarise,
     trend,
 )
+from pvg.verifier.intervals import holm, sign_flip_p
 
 SHARES = st.floats(-1, 1).map(lambda x: round(x, 3))
 

@@ -15,7 +15,6 @@ from traces import slow_reference
 
 from pvg.config.task import ModchainTask
 from pvg.errors import ConfigurationError
-from pvg.evaluation.intervals import draws
 from pvg.evaluation.trace_report import compared, judge_measures, summarised
 from pvg.models.packing import Trie, lengths_of
 from pvg.tasks.modchain import Modchain, chain_problem, clean_trace, flawed_trace
@@ -34,6 +33,7 @@ from pvg.traces.measures import (
 )
 from pvg.traces.measures import measured as measure
 from pvg.traces.readers import TextUnit, TraceReader, local_reader
+from pvg.verifier.intervals import draws
 
 CHANCE = st.floats(0, 1, allow_subnormal=False)
 

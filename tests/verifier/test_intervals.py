@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pvg.evaluation.intervals import change_point, draws, mean_of, share_of, wilson
+from pvg.verifier.intervals import change_point, draws, mean_of, share_of, wilson
 
 
 def test_wilson_by_hand():
