@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from urllib.parse import quote
 
 from rich.console import Group
@@ -19,11 +20,13 @@ from pvg.reporting.table import Column, PageSection, Table, TableCell, elements,
 from pvg.reporting.terminal import QUIET, section
 from pvg.verifier.intervals import CONFIDENCE, Estimate
 
-SHORT = 26  # characters of a text in a table
+SHORT = 17  # characters of a text in a table
 READING = (
     f"accepted: share of the answered texts, with intervals over problems at {100 * CONFIDENCE:g} %. Errors and late "
     "answers (--limit) are neither accepted nor refused. mistake: an accepted wrong or a refused correct text."
 )
+# The least share from which on a badge has the colour, and how the page and the terminal show it.
+STEPS = ((0.2, "red", "bad"), (0.05, "orange", "warn"), (0.01, "yellow", "warn"), (0.0, "brightgreen", "good"))
 
 
 def percent_of(share: Estimate | None) -> str:
@@ -43,8 +46,8 @@ def attack_table(card: RobustnessCard) -> Table:
     unanswered = {"errors": "errors", "late": "timeouts"}
     shown_ = {title: name for title, name in unanswered.items() if any(getattr(each, name) for each in card.attacks)}
     numbers = [Column(title, "right", wrap=False) for title in ("accepted", "texts", *shown_)]
-    columns = [Column("attack", wrap=False), Column("truth", style="quiet", wrap=False), *numbers]
-    table = Table([*columns, Column("shortest mistake", wrap=False)], narrow=True, caption=READING)
+    columns = [Column("attack"), Column("truth", style="quiet", wrap=False), *numbers]
+    table = Table([*columns, Column("shortest mistake")], narrow=True, caption=READING)
     for found in card.attacks:
         share, texts = found.accepted.value, f"{found.texts:,}"
         style = "" if share is None else "better" if share == float(found.accept) else "worse"
@@ -59,16 +62,39 @@ def _truth(found: AttackResult) -> str:
     return "correct" if found.accept else "wrong"
 
 
+def verdict(card: RobustnessCard) -> tuple[str, str, str]:
+    """Both rates of mistakes, and the colour and kind of the larger one. One of them is at least half for a target that
+    tells nothing apart."""
+    wrong, right = card.wrong.value, card.right.value
+    if wrong is None or right is None:
+        return "no answers", "lightgrey", "warn"
+    says = f"accepts {100 * wrong:.1f} % of wrong texts, refuses {100 * (1 - right):.1f} % of correct texts"
+    return says, *next(step[1:] for step in STEPS if max(wrong, 1 - right) >= step[0])
+
+
+def refused(accepted: Estimate) -> Estimate:
+    value, high, low = (None if end is None else 1 - end for end in (accepted.value, accepted.low, accepted.high))
+    return replace(accepted, value=value, low=low, high=high)
+
+
 def summary_lines(card: RobustnessCard) -> list[str]:
-    """What the card says, in sentences."""
+    """What the card says, in sentences, and what it does not."""
     wrong, right = card.wrong, card.right
     lines = [
-        f"Accepted: {percent_of(wrong)} of {wrong.n:,} wrong texts, {percent_of(right)} of {right.n:,} correct ones."
+        f"Accepts {percent_of(wrong)} of {wrong.n:,} wrong texts, "
+        f"refuses {percent_of(refused(right))} of {right.n:,} correct texts."
     ]
     for found in card.attacks:
         if found.error:
             lines.append(f"{found.name}: {counted(found.errors, 'error')}, most often: {visible(found.error)}")
-    return lines if card.trained is None else [*lines, _trained(card.trained)]
+    if card.trained is not None:
+        lines.append(_trained(card.trained))
+    untested = "a right answer after wrong steps (wrong texts have a wrong final answer)"
+    trained = "" if card.trained else "a prover that learns against the target (--train), and "
+    return [
+        *lines,
+        f"Not tested: {trained}{untested}. A rate of 0 % has an interval: an accepted wrong text may exist.",
+    ]
 
 
 def _trained(trained: TrainedAttack) -> str:
@@ -84,7 +110,7 @@ def _trained(trained: TrainedAttack) -> str:
 def attack_tables(card: RobustnessCard) -> Group:
     """The card for the terminal."""
     about = f"  {counted(card.problems, 'problem')}, accepts from {card.threshold:g}  "
-    status = (card.status, "green" if card.status == "complete" else "yellow")
+    status = ("" if card.status == "complete" else "interrupted", "yellow")
     head = Text.assemble((visible(card.target), "bold"), (about, QUIET), status)
     return Group(head, Text(), attack_table(card), *section("Result", Text("\n".join(summary_lines(card)))))
 
@@ -94,25 +120,28 @@ MARKDOWN = re.compile(r"([\\`*_{}\[\]<>()#+!|~&$@-])")
 
 def markdown_card(card: RobustnessCard) -> str:
     """A badge, a table, and what the card says."""
-    share = card.wrong.value
-    says = "unknown share" if share is None else f"{100 * share:.1f} %"
-    colour = "lightgrey" if share is None else "brightgreen" if share < 0.01 else "orange"
-    badge = f"https://img.shields.io/badge/pvg_attack-{quote(says + ' of wrong texts accepted', safe='')}-{colour}"
+    says, colour, _ = verdict(card)
+    says += "" if card.status == "complete" else " (interrupted)"
+    badge = f"https://img.shields.io/badge/pvg_attack-{quote(says, safe='')}-{colour}"
     plain = attack_table(card)
     rows = [[MARKDOWN.sub(r"\\\1", cell if isinstance(cell, str) else cell.text) for cell in row] for row in plain.rows]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     head = Table(plain.columns).to_markdown()
     about, *said = (MARKDOWN.sub(r"\\\1", line) for line in (visible(card.target), *summary_lines(card)))
     table, notes = "\n".join([head, *lines]), "\n".join(f"- {line}" for line in (*said, READING))
-    return f"![pvg attack: {says} of wrong texts accepted]({badge})\n\n**{about}**\n\n{table}\n\n{notes}\n"
+    return f"![pvg attack: {says}]({badge})\n\n**{about}**\n\n{table}\n\n{notes}\n"
 
 
 def card_page(card: RobustnessCard) -> str:
     """The page with the worst examples of every attack."""
-    shares = [("wrong texts accepted", percent_of(card.wrong)), ("correct texts accepted", percent_of(card.right))]
-    kind = "good" if card.status == "complete" else "warn"
+    shares = [
+        ("wrong texts accepted", percent_of(card.wrong)),
+        ("correct texts refused", percent_of(refused(card.right))),
+    ]
+    says, _, kind = verdict(card)
+    shown_ = (says, kind) if card.status == "complete" else (card.status, "warn")
     header = [
-        elements.title(visible(card.target), "pvg attack", card.status, kind),
+        elements.title(visible(card.target), "pvg attack", *shown_),
         elements.facts([*shares, ("problems", f"{card.problems:,}"), ("accepts from", f"{card.threshold:g}")]),
         elements.notes(summary_lines(card)[1:]),
     ]
@@ -121,6 +150,7 @@ def card_page(card: RobustnessCard) -> str:
             f"{found.name}: {percent_of(found.accepted)} accepted", [_about(found), _table(found.examples)]
         )
         for found in card.attacks
+        if found.examples
     ]
     trained = [] if card.trained is None else [elements.note(_trained(card.trained)), _table(card.trained.examples)]
     sections = [

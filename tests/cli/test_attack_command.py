@@ -126,7 +126,7 @@ def test_what_a_target_says_is_escaped_everywhere() -> None:
     assert "<script>" not in markdown.replace("\\<", "")
     rows = [line for line in markdown.splitlines() if line.startswith("|")]
     assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
-    assert markdown.startswith("![pvg attack: 0.0 % of wrong texts accepted](https://")
+    assert markdown.startswith("![pvg attack: accepts 0.0 % of wrong texts, refuses ")
 
 
 def test_a_limit_fails_for_an_attack_that_got_no_answer() -> None:
@@ -137,8 +137,9 @@ def test_a_limit_fails_for_an_attack_that_got_no_answer() -> None:
 
 def test_a_limit_fails_for_a_grader_that_refuses_correct_texts() -> None:
     assert card("nothing", "--fail-above", "5%", code=1)["failed"] == ["unchanged", "meaning kept"]
-    called = pvg("attack", "mine.py:nothing", "--data", "sums.jsonl", "--fail-above", "5%")
+    called = pvg("attack", "mine.py:nothing", "--data", "sums.jsonl", "--fail-above", "5%", "--markdown", "card.md")
     assert (called.code, "refused, though correct" in called.err) == (1, True)
+    assert Path("card.md").read_text().partition("\n")[0].endswith("-red)")
 
 
 def test_a_target_that_fails_on_a_correct_text_is_refused() -> None:
