@@ -41,7 +41,7 @@ from pvg.reporting.run_summary import (
 )
 from pvg.reporting.table import Column, LegendKey, Table, TableCell
 from pvg.telemetry.catalogue import REMEDIES
-from pvg.verifier.intervals import change_point, wilson
+from pvg.verifier.intervals import change_point
 
 if TYPE_CHECKING:
     from pvg.reporting.solutions import Example
@@ -83,13 +83,10 @@ def _measured(name: str, metrics: Mapping[str, float]) -> TableCell:
 
 
 def counted_share(name: str, metrics: Mapping[str, float]) -> str:
-    """A share with its interval, where the round counted its solutions: `3.5 % (95 % interval 2.2 to 5.6 %)`. Wilson's
-    interval, as if the solutions were independent."""
-    share, count = metrics[name], metrics.get(TERMINAL["counted"].get(name, ""), 0.0)
-    if not count or math.isnan(share):
-        return metric_text(name, share)
-    low, high = wilson(share, count)
-    return f"{metric_text(name, share)} (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
+    """A share with its interval, where the round has one: `3.5 % (95 % interval by problem 2.2 to 5.6 %)`."""
+    low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
+    reach = "" if low is None or high is None else f" (95 % interval by problem {100 * low:.1f} to {100 * high:.1f} %)"
+    return f"{metric_text(name, metrics[name])}{reach}"
 
 
 def rounds_with_outcome(rounds: Mapping[int, Mapping[str, float]]) -> Group:
@@ -142,14 +139,12 @@ def _own_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
 def _beside_correct(metrics: Mapping[str, float]) -> str:
     """The end of the sentence on flaws. A low share of flaws says nothing about a verifier that accepts few correct
     solutions too."""
-    if (helpful := metrics.get("accepted_helpful", math.nan)) != helpful:
+    if math.isnan(metrics.get("accepted_helpful", math.nan)):
         return "." if "solved" not in metrics else ". No helpful solution was correct, so that says little."
     says = f", and {counted_share('accepted_helpful', metrics)} of the correct helpful solutions."
-    if metrics.get("flaws") and metrics.get("solved"):
-        _, flaws_high = wilson(metrics["fooled_rate"], metrics["flaws"])
-        helpful_low, _ = wilson(helpful, metrics["solved"])
-        if helpful_low <= flaws_high:
-            return f"{says} So these numbers do not show that it accepts correct solutions more often than flaws."
+    # Solutions of one problem have no interval, and show nothing.
+    if "solutions" in metrics and metrics.get("accepted_helpful_low", 0.0) <= metrics.get("fooled_rate_high", 1.0):
+        return f"{says} So these numbers do not show that it accepts correct solutions more often than flaws."
     return says
 
 

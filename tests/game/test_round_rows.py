@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from small_games import changed, played, recorded, rows
 
@@ -15,6 +16,7 @@ from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import verifier_weights_name
 from pvg.tasks import open_task
+from pvg.verifier.intervals import share_of
 
 pytestmark = pytest.mark.slow
 
@@ -102,13 +104,18 @@ def test_a_rounds_row_is_of_its_own_provers_samples_and_of_the_bases(
         "tested": 96,
         "solved": len(solutions(own)),
         "flaws": len(flaws(own)),
+        "solutions": 192,
         "verifier_auc": auc(own),
         "base_helpful_accuracy": sum(r.grade.correct for r, _ in base if r.role is Role.HELPFUL) / 96,
         "base_sneaky_error_rate": len(flaws(base)) / 96,
         "fooled_rate_base": fooled(base, threshold),
         "verifier_auc_base": auc(base),
     }
+    flawed = [r for r, _ in own if r.role is Role.SNEAKY and r.grade.well_formed and not r.grade.correct]
+    places = np.unique([r.problem_id for r in flawed], return_inverse=True)[1]
+    by_problem = share_of(np.array(flaws(own)) >= threshold, places)
     assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert (row["fooled_rate_low"], row["fooled_rate_high"]) == pytest.approx((by_problem.low, by_problem.high))
     assert row["fooled_rate_base"] != row["fooled_rate"]
 
 

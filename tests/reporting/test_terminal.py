@@ -82,8 +82,9 @@ def test_a_game_of_two_rounds() -> None:
 
 def test_shares_have_their_interval_and_those_of_few_solutions_are_grey() -> None:
     few = {"helpful_accuracy": 0.5, "fooled_rate": 0.5, "tested": 100.0, "flaws": 10.0}
+    few |= {"fooled_rate_low": 0.237, "fooled_rate_high": 0.763}
     assert outcome({0: few})[-1] == (
-        "The verifier of round 0 accepted 50.0 % (95 % interval 23.7 to 76.3 %) of its round's 10 flaws."
+        "The verifier of round 0 accepted 50.0 % (95 % interval by problem 23.7 to 76.3 %) of its round's 10 flaws."
     )
     (row,) = rounds_table({0: few}).rows
     styles = {cell.style for cell in row if isinstance(cell, TableCell) and cell.text == "50.0 %"}
@@ -91,14 +92,15 @@ def test_shares_have_their_interval_and_those_of_few_solutions_are_grey() -> Non
 
 
 @pytest.mark.parametrize(
-    ("of_correct", "solved", "said"),
-    [(0.95, 200.0, ""), (0.1, 200.0, "do not show"), (1.0, 1.0, "do not show"), (math.nan, 0.0, "says little")],
-    ids=["tells apart", "refuses nearly all", "one solution", "no solution"],
+    ("of_correct", "low", "said"),
+    [(0.95, 0.9, ""), (0.1, 0.05, "do not show"), (1.0, None, "do not show"), (math.nan, None, "says little")],
+    ids=["tells apart", "refuses nearly all", "one problem", "no solution"],
 )
 def test_few_accepted_flaws_are_no_success_of_a_verifier_that_accepts_nothing(
-    of_correct: float, solved: float, said: str
+    of_correct: float, low: float | None, said: str
 ) -> None:
-    own = {"fooled_rate": 0.13, "flaws": 23.0, "accepted_helpful": of_correct, "solved": solved}
+    own = {"fooled_rate": 0.13, "fooled_rate_high": 0.3, "flaws": 23.0, "accepted_helpful": of_correct}
+    own |= {"solved": 200.0, "solutions": 400.0} | ({} if low is None else {"accepted_helpful_low": low})
     sentence = outcome({0: own})[-1]
     assert (said in sentence) if said else ("show" not in sentence and "little" not in sentence)
 
