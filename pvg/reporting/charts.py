@@ -272,8 +272,7 @@ HALVES = {"helpful": ("helpful correct", "helpful wrong"), "sneaky": ("sneaky fl
 def mirrored_histogram(
     title: str, edges: Sequence[float], counts: Mapping[str, Ints], *, threshold: float | None, most: int, note: str
 ) -> Markup:
-    """Counts by score of each kind in HALVES. `most`: the count of a full half. On the
-    scale of the inverse hyperbolic sine, small bars stay visible if a sure verifier puts nearly all into one."""
+    """Counts by score of each kind in HALVES. `most`: the count of a full half."""
     middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
     marks = [] if threshold is None else [(threshold, "accepted →")]
     x = XAxis(edges[0], edges[-1], "score", marks=marks)
@@ -287,7 +286,7 @@ def mirrored_histogram(
         for role, half in HALVES.items()
         for place, name in enumerate(half)
     ]
-    y = {"style": "count", "scale": "asinh", "range": [-most, most]}
+    y = {"style": "count", "range": [-most, most]}
     says = ", ".join(f"{counts[name].sum()} {name}" for half in HALVES.values() for name in half)
     return _figure(title, x, y, series, "solutions per bar; helpful above, sneaky below", note, says, stacked=True)
 

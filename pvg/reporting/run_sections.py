@@ -89,6 +89,8 @@ def _chart(axis: MetricAxis, of: ChartOf, more: Sequence[ChartLine]) -> Markup:
 def rounds_section(summary: RunSummary) -> PageSection:
     """The table of rounds, and its metrics as charts."""
     body: list[object] = [rounds_table(summary.rounds)] if summary.rounds else []
+    if any("verifier_auc" in metrics for metrics in summary.rounds.values()):
+        body.append(elements.note(_DATA["reading"]))
     if len(summary.rounds) > 1:
         rounds = {number: dict(metrics) for number, metrics in summary.rounds.items()}
         for phase in summary.phases:

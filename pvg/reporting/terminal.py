@@ -83,9 +83,9 @@ def _measured(name: str, metrics: Mapping[str, float]) -> TableCell:
 
 
 def counted_share(name: str, metrics: Mapping[str, float]) -> str:
-    """A share with its interval, where the round has one: `3.5 % (95 % interval by problem 2.2 to 5.6 %)`."""
+    """A share with its interval, where the round has one: `3.5 % (95 % interval 2.2 to 5.6 %)`."""
     low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
-    reach = "" if low is None or high is None else f" (95 % interval by problem {100 * low:.1f} to {100 * high:.1f} %)"
+    reach = "" if low is None or high is None else f" (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
     return f"{metric_text(name, metrics[name])}{reach}"
 
 

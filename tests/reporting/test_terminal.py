@@ -84,7 +84,7 @@ def test_shares_have_their_interval_and_those_of_few_solutions_are_grey() -> Non
     few = {"helpful_accuracy": 0.5, "fooled_rate": 0.5, "tested": 100.0, "flaws": 10.0}
     few |= {"fooled_rate_low": 0.237, "fooled_rate_high": 0.763}
     assert outcome({0: few})[-1] == (
-        "The verifier of round 0 accepted 50.0 % (95 % interval by problem 23.7 to 76.3 %) of its round's 10 flaws."
+        "The verifier of round 0 accepted 50.0 % (95 % interval 23.7 to 76.3 %) of its round's 10 flaws."
     )
     (row,) = rounds_table({0: few}).rows
     styles = {cell.style for cell in row if isinstance(cell, TableCell) and cell.text == "50.0 %"}

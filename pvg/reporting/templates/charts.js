@@ -84,12 +84,27 @@
       ctx.textAlign = "right";
       ctx.fillText(label, left + width - 4, py(value) - 4);
     }
+    ctx.restore();
+  };
+  // Marks of places on the x axis: over the series, which would hide them.
+  const above = (spec) => (u) => {
+    const { ctx, bbox } = u, { left, top, width, height } = bbox;
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = colour("reference");
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
     for (const [at, label] of spec.x.marks) {
-      line([[px(at), top], [px(at), top + height]]);
-      ctx.stroke();
-      const right = px(at) > left + 0.75 * width;
+      const x = u.valToPos(at, "x", true), right = x > left + 0.75 * width, y = top + 11 * devicePixelRatio;
+      if (x < left || x > left + width) continue;
+      ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
+      ctx.lineWidth = devicePixelRatio;
+      ctx.strokeStyle = ctx.fillStyle;
+      ctx.beginPath(); ctx.moveTo(x, top); ctx.lineTo(x, top + height); ctx.stroke();
+      ctx.setLineDash([]);
+      ctx.lineWidth = 4 * devicePixelRatio;
+      ctx.strokeStyle = getComputedStyle(document.body).backgroundColor; // a rim, so that bars do not cover the text
       ctx.textAlign = right ? "right" : "left";
-      ctx.fillText(right ? "" : label, px(at) + 4, top + 11 * devicePixelRatio);
+      ctx.strokeText(label, x + (right ? -4 : 4), y);
+      ctx.fillText(label, x + (right ? -4 : 4), y);
     }
     ctx.restore();
   };
@@ -117,7 +132,6 @@
     } else across.values = (u, places) => places.map((at) => Math.abs(at) >= 1000 ? compact(at) : digits(at, 6));
     const up = { ...axis, size: 56, values: (u, places) => places.map((v) => v === null ? null : (tick[y.style] || compact)(v)) };
     if (y.style === "bytes") up.incrs = Array.from({ length: 60 }, (_, power) => 2 ** power);
-    if (y.scale === "asinh") up.splits = (u, _, low, high) => [0, 10, 100, 1e3, 1e4, 1e5].flatMap((v) => v ? [v, -v] : [v]).filter((v) => v >= low && v <= high).sort((a, b) => a - b);
     const one = (series, number) => ({
       label: series.name,
       class: series.look === "faint" ? "faint" : null,
@@ -133,13 +147,13 @@
       width, height: spec.stacked ? 230 : 190,
       scales: {
         x: { time: false, range: (u, low, high) => low === u.data[0][0] && high === u.data[0].at(-1) ? [x.low, x.high] : [low, high] },
-        y: { range: () => limits, distr: y.scale === "asinh" ? 4 : 1, asinh: 1 },
+        y: { range: () => limits },
       },
       axes: [across, up],
       series: [{ label: x.label || "x", value: where(x) }, ...order.map(one)],
       legend: { markers: { width: 3, dash: (u, number) => order[number - 1]?.dash || "solid" } },
       cursor: { dataIdx: spec.stacked ? undefined : nearest, y: false },
-      hooks: { drawAxes: [behind(spec)] },
+      hooks: { drawAxes: [behind(spec)], draw: [above(spec)] },
     };
   };
   const draw = (box) => {
