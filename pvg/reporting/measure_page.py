@@ -11,11 +11,17 @@ from pvg.evaluation.trace_report import LABELS, MeasureReport
 from pvg.reporting.charts import ChartLine, XAxis, line_chart
 from pvg.reporting.evaluation import estimate_text
 from pvg.reporting.formats import ABSENT
-from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, elements, page
+from pvg.reporting.table import Column, PageSection, Table, TableCell, TemplateMacros, elements, page
 from pvg.traces.measures import DECORATIVE, MeasuredTrace, contributions
+from pvg.verifier.intervals import Estimate
 
 markup = TemplateMacros("measure.html.j2")
 SHOWN_TRACES = 40  # of a page, half of them with the least and half with the most important reasoning
+LEAD = (
+    ", the lowest CIR first (of many, the lowest and the highest). Colour: how much nearer a token brings the "
+    "reader to its final belief in the stated answer. The pointer shows P(answer), the reader's probability of the "
+    f"stated answer. Steps with a true-thinking score below {DECORATIVE} do not matter."
+)
 LONGEST_SHOWN = 4000  # units of a trace
 SIGNIFICANT = 0.05
 
@@ -32,15 +38,21 @@ def measures_table(report: MeasureReport) -> Table:
     compared = {found.name: found for found in report.comparison}
     for name, (label, about) in LABELS.items():
         digits = 0 if name == "characters" else 3
-        cells = [estimate_text(row[name], digits) if name in row else ABSENT for row in rows]
+        cells = [_cell(row.get(name), digits, two) for row in rows]
         if two:
             found = compared.get(name)
-            cells.append(estimate_text(found.difference, digits) if found else ABSENT)
+            cells.append(_cell(found.difference if found else None, digits, two))
             p = found.p_adjusted if found else None
-            cells.append(ABSENT if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001")
+            cells.append(TableCell(ABSENT if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001"))
         if any(name in row for row in rows):
             table.add(label, *cells, about)
     return table
+
+
+def _cell(value: Estimate | None, digits: int, two: bool) -> TableCell:
+    """An estimate; with two sources its interval is below it, because three in a line are too wide."""
+    text, _, interval = estimate_text(value, digits).partition(" ")
+    return TableCell(text, below=interval) if two else TableCell(f"{text} {interval}".strip())
 
 
 def notes_of(report: MeasureReport) -> list[str]:
@@ -64,10 +76,7 @@ def measure_page(report: MeasureReport, measured: Sequence[tuple[str, Sequence[M
     ]
     for number, (name, rows) in enumerate(measured):
         shown = chosen(rows)
-        lead = (
-            "Colour: how much nearer a token brings the reader to its final belief in the stated answer. The pointer "
-            f"shows P(answer). Steps with a true-thinking score below {DECORATIVE} do not matter."
-        )
+        lead = f"{len(shown):,} of {len(rows):,} traces" + LEAD * any(row.chances for row in rows)
         body = [markup.trace(*_shown(each)) for each in shown]
         sections.append(PageSection(f"traces-{number}", f"Traces of {name}", body, lead, style="measure.css"))
     header = [elements.title(names, reader), elements.facts(counts), elements.notes(notes_of(report))]
@@ -108,10 +117,13 @@ def _shown(row: MeasuredTrace) -> tuple[object, ...]:
     facts = [
         ("stated answer", parts.answer.strip() if parts is not None else "none"),
         ("true answer", trace.truth or ""),
-        ("P(answer) before and after", f"{row.chances[0]:.3f}, {row.chances[-1]:.3f}" if row.chances else ""),
+        (
+            "P(answer) before and after the reasoning",
+            f"{row.chances[0]:.3f}, {row.chances[-1]:.3f}" if row.chances else "",
+        ),
         ("CIR", f"{values['cir']:.3f}" if "cir" in values else ""),
         ("read without the question", (row.read["sr"] or "nothing") if "sr" in row.read else ""),
-        ("read from 0 to 90 %", ", ".join(str(v) for k, v in row.read.items() if k != "sr")),
+        ("answers after 0, 10, 25, 50, 75, 90 %", ", ".join(str(v) for k, v in row.read.items() if k != "sr")),
     ]
     steps = [(text.strip(), score, score < DECORATIVE) for text, score in row.steps]
     return question, units, rest, steps, facts, grade, trace.place

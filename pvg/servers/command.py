@@ -94,7 +94,7 @@ def _directory(source: str) -> Path:
     """A Hugging Face directory with safetensors. (Without this check vLLM would also open pickles.)"""
     folder = expanded(source, "models").absolute()
     if not folder.is_dir():
-        raise MissingRequirementError(
+        raise ConfigurationError(
             f"There is no model directory {source!r}.",
             'A source is "embedded:NAME", "hf:OWNER/NAME", "run:NAME", "gguf:PACKAGE", or the path of a Hugging Face '
             "directory.",

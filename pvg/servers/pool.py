@@ -249,15 +249,18 @@ def _message(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-async def asked_again(send: Callable[[], Awaitable[T]], retries: int) -> T:
-    """The result of `send`, which asks one server and is repeated after a fault. Raises the last fault. A request that
-    is refused or gets no reply is not repeated."""
+async def asked_again(
+    send: Callable[[], Awaitable[T]], retries: int, told: Callable[[ServerFault], None] = lambda fault: None
+) -> T:
+    """The result of `send`, which asks one server and is repeated after a fault, with which `told` is called. Raises
+    the last fault. A request that is refused or gets no reply is not repeated."""
     for attempt in range(1, retries + 1):
         try:
             return await send()
         except ServerFault as fault:
             if isinstance(fault, ReplyTimeout) or (isinstance(fault, RefusedRequest) and fault.final):
                 raise
+            told(fault)
         await pause_before_retry(attempt, jitter=0.5)
     return await send()
 

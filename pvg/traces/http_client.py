@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +29,9 @@ LISTED = frozenset({"id", "root", "parent", "owned_by", "max_model_len", "meta"}
 KEY_SHOWN = 8  # characters of a shorter key may be a part of other words
 
 
+Say = Callable[[str], None]
+
+
 def is_url(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
@@ -38,12 +41,20 @@ class OpenAiClient:
     for a server that does not answer, ConfigurationError for a request that it refuses."""
 
     def __init__(
-        self, url: str, model: str, pool: HttpPool, key: str, variable: str, concurrency: int, timeout_s: float
+        self,
+        url: str,
+        model: str,
+        pool: HttpPool,
+        key: str,
+        variable: str,
+        concurrency: int,
+        timeout_s: float,
+        say: Say,
     ) -> None:
         self.url, self.model = url, model
         self._pool, self._key, self._variable, self._timeout_s = pool, key, variable, timeout_s
         self._room = asyncio.Semaphore(concurrency)
-        self.retries = RETRIES
+        self.retries, self.say = RETRIES, say
 
     @classmethod
     @asynccontextmanager
@@ -55,9 +66,10 @@ class OpenAiClient:
         key_variable: str = "",
         concurrency: int = CONCURRENCY,
         timeout_s: float = TIMEOUT_S,
+        say: Say = lambda line: None,
     ) -> AsyncIterator[OpenAiClient]:
         """`model`: "" for the only model that the server lists. `key_variable`: the environment variable with the key;
-        "" for OPENAI_API_KEY, which may be unset."""
+        "" for OPENAI_API_KEY, which may be unset. `say`: called once, if a request is repeated."""
         check_url(url)
         variable = key_variable or KEY_VARIABLE
         key = os.environ.get(variable, "").strip()
@@ -67,7 +79,7 @@ class OpenAiClient:
             raise UsageError(f"The environment variable {variable} is no key.", "Use printable ASCII characters.")
         pool = HttpPool.of(concurrency, "--concurrency", key=key)
         try:
-            client = cls(url.rstrip("/"), model, pool, key, variable, concurrency, timeout_s)
+            client = cls(url.rstrip("/"), model, pool, key, variable, concurrency, timeout_s, say)
             if not model:
                 client.model = await client._only_model()
             yield client
@@ -113,7 +125,12 @@ class OpenAiClient:
         return [row for row in rows or () if isinstance(row, dict) and "id" in row]
 
     async def _only_model(self) -> str:
-        names = [str(row["id"]) for row in await self._models()]
+        try:
+            names = [str(row["id"]) for row in await self._models()]
+        except RefusedByServer as refusal:
+            raise ServerUnavailableError(
+                refusal.message, "Check the URL (it often ends in /v1), or name the model: --model NAME"
+            ) from None
         if len(names) != 1:
             raise UsageError(f"{self.url} lists {len(names)} models.", "Name one: --model NAME")
         return names[0]
@@ -124,10 +141,14 @@ class OpenAiClient:
 
         try:
             async with self._room:
-                return (await asked_again(send, self.retries)).json()
+                return (await asked_again(send, self.retries, self._waits)).json()
         except ServerFault as fault:
             explained = self._explained(fault)
         raise explained  # outside of the block: the fault may quote the key, and would be the error's context
+
+    def _waits(self, fault: ServerFault) -> None:
+        say, self.say = self.say, lambda line: None
+        say(f"{self._explained(fault).message} It is asked again, up to {self.retries} times (12 take about 40 s).")
 
     def _explained(self, fault: ServerFault) -> PvgError:
         """The fault as an error for the user. Servers quote the key in some messages."""

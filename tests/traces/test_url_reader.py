@@ -92,6 +92,11 @@ def test_without_log_probs_two_measures_are_left_out_and_said(tmp_path):
     assert "cir" not in read(without, tmp_path / "other")[0].values()
 
 
+def test_a_server_that_can_neither_chat_nor_complete_is_no_reader(tmp_path):
+    with pytest.raises(ServerUnavailableError, match="404"):
+        read(lambda *_: web.Response(status=404), tmp_path)
+
+
 def test_what_one_model_has_read_is_not_mixed_with_what_another_one_reads(tmp_path):
     changes = {"root": "org/m", "shift": 0.0, "echo": True}
 
@@ -145,7 +150,7 @@ def test_a_long_trace_costs_no_more_requests_than_were_said(tmp_path):
 
     counts = [0]
     asyncio.run(work())
-    assert said_before == [2 + most for most in (25, 1, 4 * 12, 2 * 6)]  # two requests tell which model it is
+    assert said_before == [3 + most for most in (25, 1, 4 * 12, 2 * 6)]  # at most three requests tell which model it is
     assert [after - before for before, after in pairwise(counts)] == [27, 3, 2 + 4 * 12, 8]  # each continuation says 4
 
 
@@ -155,8 +160,11 @@ def test_a_server_that_has_gone_is_one_error(monkeypatch):
     async def work():
         async with serving(believing) as server:
             url = server.url
-        async with open_reader(url, model="m") as reader:
+        async with open_reader(url, model="m", say=lines.append) as reader:
             await reader.chances((), [[], []], TRACE.parts)
+
+    lines = []
 
     with pytest.raises(ServerUnavailableError, match="Connect"):
         asyncio.run(work())
+    assert len(lines) == 1  # before the first retry
