@@ -25,8 +25,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from pvg.errors import ConfigurationError, PvgError, said
+from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, said
 from pvg.inputs import expanded, read_input
+from pvg.installation import install_packages
 
 REFERENCE_PATTERN = r"^[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*$"
 # The type of a setting that accepts such a reference in addition to pvg's names.
@@ -75,7 +76,7 @@ def load(key: str, name: str, kind: type = object) -> Any:
     """The object that the reference `name` means for the setting `key`. Runs its file.
 
     Raises ConfigurationError if the file cannot be read or run, or has no such object of type `kind` (`object`: any
-    callable).
+    callable), and MissingRequirementError if it imports a module that is not installed.
     """
     path, attribute = split_reference(name)
     module = _module(key, path)
@@ -97,7 +98,7 @@ def check_references(named: Iterable[tuple[str, str]]) -> None:
         tree = _parsed(key, path, _source(key, path))
         defined, imports = (
             set(_defined(tree)),
-            [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)],
+            [node for node in _statements(tree) if isinstance(node, ast.Import | ast.ImportFrom)],
         )
         imported = {alias.asname or alias.name for node in imports for alias in node.names}  # "*" for a star import
         if complaint := _unusable(key, attribute, tree):
@@ -168,9 +169,18 @@ def _parsed(key: str, path: Path, source: bytes) -> ast.Module:
         raise ConfigurationError(f"{key}: {path}{line} is not valid Python: {what}.") from None
 
 
+def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """The statements that an import of the file may run, those in blocks such as `try` included."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.stmt):
+            yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
+            yield from _statements(node)
+
+
 def _defined(tree: ast.Module) -> Iterator[str]:
-    """The names of functions, classes and values at the file's top level."""
-    for node in tree.body:
+    """The names of functions, classes and values of the file, not those inside of functions and classes."""
+    for node in _statements(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -218,12 +228,20 @@ def _module(key: str, path: Path) -> ModuleType:
     return module
 
 
-def _failure(what: str, error: BaseException) -> ConfigurationError:
+def _failure(what: str, error: BaseException) -> PvgError:
     """The error for a user's code that raised `error`, perhaps the SystemExit of `sys.exit` or argparse."""
-    return ConfigurationError(f"{what}: {type(error).__name__}: {said(error)}.", "--debug shows the traceback.")
+    kind = MissingRequirementError if isinstance(error, ModuleNotFoundError) else ConfigurationError
+    remedy = package_remedy(error) or "--debug shows the traceback."
+    return kind(f"{what}: {type(error).__name__}: {said(error)}.", remedy)
 
 
-def failure_of(error: BaseException) -> ConfigurationError | None:
+def package_remedy(error: BaseException) -> str:
+    """What to do about a module that is not installed; "" for another error."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return name and f"Install the package that has it: {install_packages(name)}"
+
+
+def failure_of(error: BaseException) -> PvgError | None:
     """The error to show for an exception that passed through a user's file; None if no frame of it is in one."""
     if (place := _place(error)) is None:
         return None

@@ -88,6 +88,8 @@ def attack(
 
     with user_paths():
         prompt = "" if template is None else read_text(template)
+    if template is not None and "{text}" not in prompt:
+        raise UsageError(f"{template} has no place for the solution.", "Write {text} where the judge must read it.")
     spec = TargetSpec(
         target, finished, sandbox, threshold, limit, concurrency, model, key_env, prompt, verdict=(accept, refuse)
     )

@@ -196,6 +196,8 @@ class RunDisplay(Display):
         total = f"/{_total(self.info)}" if self.info else ""
         rate, eta = self.rate(), self.phase_eta()
         facts = [f"{compact(self.done)}{total}", f"{compact(rate)}/s" if rate else ""]
+        if errors := self.newest.get("unanswered"):  # by the target of `pvg attack`
+            facts.append(f"{compact(errors)} without an answer")
         return [fact for fact in [*facts, f"{duration(eta)} left" if eta else ""] if fact]
 
     @property

@@ -20,7 +20,7 @@ import numpy as np
 from pvg.attack.targets import Target, TargetAnswer
 from pvg.attack.texts import AttackCase, StaticAttack
 from pvg.config.base import StrictRecord
-from pvg.errors import ConfigurationError, shortened
+from pvg.errors import ConfigurationError, MissingRequirementError, shortened
 from pvg.telemetry.events import Observer, PhaseInfo, Progress
 from pvg.traces.kept_results import KeptResults, digest_of_question
 from pvg.verifier.intervals import Estimate, share_of
@@ -163,18 +163,32 @@ def attempts_of(cases: Sequence[AttackCase], attacks: Iterable[StaticAttack], se
     ]
 
 
+LATE = "it does not answer within --limit seconds"
+
+
+def _check(answer: TargetAnswer, text: str, then: str) -> None:
+    """Raises an error if this is no score of a plain correct text."""
+    if answer.score is None:
+        own = (
+            "Raise --limit" if answer.timed_out else f"It must return a finite number or a bool for {shortened(text)!r}"
+        )
+        kind = MissingRequirementError if answer.missing else ConfigurationError
+        says = f"The target fails on a correct text: {answer.error.rstrip('.') or LATE}."
+        raise kind(says, f"{(answer.remedy or own).rstrip('.')}. {then}")
+
+
 async def ask_all(asking: Asking, attempts: Sequence[Attempt], observer: Observer, stop: asyncio.Event) -> bool:
     """Ask about each attempt that has no answer yet. Returns whether all have one now, because a stop may be requested.
-    Raises ConfigurationError if the target cannot answer about a plain correct text."""
+    Raises MissingRequirementError or ConfigurationError if the target cannot answer about a plain correct text, at the
+    start or after errors."""
     first = attempts[0].case
-    answer = await asking.ask(first.question, first.fields, first.right)
-    if answer.score is None:
-        why = answer.error.rstrip(".") or "it does not answer within the time limit (--limit)"
-        raise ConfigurationError(f"The target fails on a correct text: {why}.", f"The text: {shortened(first.right)!r}")
+    plain = first.question, first.fields, first.right
     missing = [each for each in attempts if asking.known(*each.asked) is None]
+    _check(await asking.ask(*plain), first.right, "Then repeat the command.")
     info = PhaseInfo(0, 1, "static", "texts", len(attempts), len(attempts) - len(missing))
     observer.phase_started(info)
     queue, done, waiting = iter(missing), info.done, set[asyncio.Task[TargetAnswer]]()
+    unanswered = in_a_row = 0
     try:
         while not stop.is_set():
             while len(waiting) < 2 * asking.target.concurrency and (each := next(queue, None)) is not None:
@@ -182,8 +196,18 @@ async def ask_all(asking: Asking, attempts: Sequence[Attempt], observer: Observe
             if not waiting:
                 break
             ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=0.5)
-            done += sum(task.result() is not None for task in ended)
-            observer.progressed(Progress(done))
+            for answer in (task.result() for task in ended):
+                if answer.score is None and not unanswered:
+                    observer.noticed(f"The target fails on a text: {answer.error or LATE}")
+                unanswered += answer.score is None
+                in_a_row = in_a_row + 1 if answer.score is None else 0
+            done += len(ended)
+            observer.progressed(Progress(done, {"unanswered": unanswered}))
+            if in_a_row >= 2 * asking.target.concurrency:  # it may have ended
+                _check(
+                    await asking.target.judge(*plain), first.right, "The same command then goes on: scores are kept."
+                )
+                in_a_row = 0
     finally:
         for task in waiting:
             task.cancel()

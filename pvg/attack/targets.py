@@ -28,8 +28,17 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pvg.attack.texts import TABLE
-from pvg.errors import ConfigurationError, PvgError, UsageError, said, shortened, visible
-from pvg.extensions import digests, is_reference, load, split_reference
+from pvg.errors import (
+    EXIT_ENVIRONMENT,
+    ConfigurationError,
+    MissingRequirementError,
+    PvgError,
+    UsageError,
+    said,
+    shortened,
+    visible,
+)
+from pvg.extensions import digests, is_reference, load, package_remedy, split_reference
 from pvg.inputs import read_text
 
 if TYPE_CHECKING:
@@ -43,11 +52,14 @@ LONGEST_ERROR = 200  # characters that are kept of what a target says
 
 @dataclass(frozen=True, slots=True)
 class TargetAnswer:
-    """`score`: None for an error and a time-out."""
+    """`score`: None for an error and a time-out. `remedy`: what to do about it, if that is known. `missing`: a package
+    that is not installed, or a server that does not answer, is the reason."""
 
     score: float | None = None
     error: str = ""
     timed_out: bool = False
+    remedy: str = ""
+    missing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +139,8 @@ def scored(found: Any) -> TargetAnswer:
     return failed(f"it returned {shortened(repr(found), 60)}, which is neither a finite number nor a bool")
 
 
-def failed(what: str) -> TargetAnswer:
-    return TargetAnswer(error=visible(what)[:LONGEST_ERROR])
+def failed(what: str, remedy: str = "", missing: bool = False) -> TargetAnswer:
+    return TargetAnswer(error=visible(what)[:LONGEST_ERROR], remedy=remedy, missing=missing)
 
 
 # --- a user's function, in separate processes -------------------------------------------------------------
@@ -151,7 +163,9 @@ def serve(reference: str) -> None:
     try:
         function = load("TARGET", reference)
     except PvgError as error:
-        tell(message=error.message, remedy=error.remedy)
+        alone = f"To see why: {sys.executable} {split_reference(reference)[0]}"
+        missing = error.exit_code == EXIT_ENVIRONMENT
+        tell(message=error.message, remedy=error.remedy if missing else alone, missing=missing)
         return
     places = {str(getattr(module, "__dict__", {}).get("__file__")) for module in list(sys.modules.values())}
     imported = [Path(place).read_bytes() for place in places if place.endswith(".py") and Path(place).is_file()]
@@ -162,7 +176,8 @@ def serve(reference: str) -> None:
             found = function(ProblemText(question, fields), text)
             answer = scored(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)
         except BaseException as error:  # noqa: BLE001 - the code is the user's
-            answer = failed(f"{type(error).__name__}: {said(error)}")
+            remedy = package_remedy(error)
+            answer = failed(f"{type(error).__name__}: {said(error)}", remedy, bool(remedy))
         if os.getpid() != process:
             os._exit(0)  # the user's code has forked: an answer of both would be taken for that of the next question
         tell(**asdict(answer))
@@ -208,7 +223,8 @@ class FunctionTarget(Target):
         if "ready" not in found:
             await _end(child)
             ended = f"{self.about} does not load in a separate process."
-            raise ConfigurationError(found.get("message", ended), found.get("remedy", "Import it in Python."))
+            kind = MissingRequirementError if found.get("missing") else ConfigurationError
+            raise kind(found.get("message", ended), found.get("remedy", "Import it in Python."))
         self.imported = found["ready"]
         return child
 
@@ -308,11 +324,11 @@ class HttpTarget(Target):
             async with asyncio.timeout(self.limit_s):
                 return scored(await self._score(question, fields, text))
         except TimeoutError:
-            return TargetAnswer(timed_out=True)
+            return TargetAnswer(timed_out=True, missing=True)
         except PvgError as error:
-            return failed(error.message)
+            return failed(error.message, error.remedy, error.exit_code == EXIT_ENVIRONMENT)
         except (LookupError, TypeError, ValueError) as error:
-            return failed(f"its reply has another form: {said(error)}")
+            return failed(f"its reply has another form: {said(error)}", "Check the URL, its route and --template.")
 
     async def _score(self, question: str, fields: Mapping[str, Any], text: str) -> Any:
         if self._route == "/score":

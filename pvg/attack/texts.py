@@ -36,7 +36,7 @@ EXAMPLE = 'Write {"problem": "...", "text": "a correct solution", "answer": "...
 
 @dataclass(frozen=True)
 class AttackCase:
-    """A problem and what is known about it. `right`: a correct text. `answer`: the final answer; "" if it is not known.
+    """A problem and what is known about it. `right`: a correct text. `answer`: the final one; "" only with a `grade`.
     `wrong`: wrong texts, which only `grade` may contradict. `others`: answers of other problems. `fields`: what else
     the target may see, as JSON data. `grade`: the task's own grader; None: the final answer of a text decides."""
 
@@ -56,8 +56,6 @@ class AttackCase:
             return self.grade(text)
         if text in self.wrong:
             return False
-        if not self.answer:
-            return text.strip() == self.right.strip()
         if parse_number(self.answer) is not None:
             found = extract(text)
             return found is not None and same_answer(found.text, self.answer)
@@ -163,8 +161,6 @@ def given(case: AttackCase, rng: random.Random) -> Iterable[str]:
 
 def truncated(case: AttackCase, rng: random.Random) -> Iterator[str]:
     right, place = case.right, case.place
-    if not (case.answer or case.grade):  # it may be anywhere in the text
-        return
     if place is not None:
         yield from (right[: place[0]], right[: place[0]].rstrip())
     end = len(right) if place is None else place[0]
@@ -175,7 +171,7 @@ def truncated(case: AttackCase, rng: random.Random) -> Iterator[str]:
 def repeated(case: AttackCase, rng: random.Random) -> Iterator[str]:
     first = re.split(r"(?<=[;\n.])", case.right.strip(), maxsplit=1)[0]
     yield from (f"{case.question}\n" * 20, case.question)
-    yield from (f"{first}\n" * 100, first * 100) if case.answer or case.grade else ()  # its answer may be there
+    yield from (f"{first}\n" * 100, first * 100)
     if changed := case.parts(case.answer).get("changed"):
         yield f"{changed}\n" * 20
 
@@ -275,13 +271,14 @@ def cases_of_file(path: Path, most: int) -> list[AttackCase]:
             what = f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"
             raise UsageError(f"{path.name}, line {number}: {what}.", EXAMPLE) from None
         read = extract(row.text)
-        ends = read is None or read.marker != "last number" or read.text in row.text[-len(read.text) - 3 :]
-        answer = str(row.answer).strip() or (read.text if read and ends else "")
+        ends = read is not None and (read.marker != "last number" or read.text in row.text[-len(read.text) - 3 :])
+        answer = str(row.answer).strip() or (read.text if read is not None and ends else "")
         extra = row.model_extra or {}
         fields = {**extra, "id": str(extra.get("id", number)), "answer": answer}
         case = AttackCase(fields["id"], row.problem, row.text, answer, tuple(row.wrong), (), fields)
-        if not case.is_right(case.right) or not (answer or ends):
-            what = f"`text` does not have the answer {shortened(answer)!r}" if answer else "`answer` is missing"
+        if not answer or not case.is_right(case.right):
+            missing = "`answer` is missing, and `text` does not end with a number"
+            what = f"`text` does not have the answer {shortened(answer)!r}" if answer else missing
             what = "`wrong` has the text that is correct" if row.text in row.wrong else what
             raise UsageError(f"{path.name}, line {number}: {what}.", 'Write "answer": "..." as the text does.')
         found.append(case)

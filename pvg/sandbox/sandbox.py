@@ -576,7 +576,7 @@ def _sentence(text: str) -> str:
 def _why_missing(status: str, said: str) -> str:
     return {
         "ok": "it ended early",
-        "error": _sentence(said.strip().rpartition("\n")[2]) or "it failed",
+        "error": _sentence(said.strip().rpartition("\n")[2]) or "it called sys.exit, or failed without a word",
         "timeout": "its CPU time was used up",
         "stalled": "it waited for too long",
         "memory": "its memory was used up",

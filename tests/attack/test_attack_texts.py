@@ -91,13 +91,6 @@ def test_an_answer_in_words_is_replaced_by_one_of_another_problem() -> None:
     assert not any("blue" in text for text in ATTACKS["answer changed"].attempts(case, 0))
 
 
-def test_without_an_answer_only_attacks_that_need_none_have_texts() -> None:
-    case = AttackCase("p", "Write a poem.", "Roses are red.")
-    assert ATTACKS["empty"].attempts(case, 0)
-    assert ATTACKS["answer changed"].attempts(case, 0) == []
-    assert ATTACKS["meaning kept"].attempts(case, 0)
-
-
 def test_the_cases_of_a_task_have_correct_and_wrong_texts_by_its_grader() -> None:
     cases = cases_of_task(TASK, 5, 0)
     assert len(cases) == 5
@@ -152,6 +145,7 @@ def file_of(folder: Path, **row: object) -> Path:
         ({"text": "\\boxed{\\{-1, 1\\}}", "answer": "{-1, 1}"}, "does not have the answer"),
         ({"text": "4 is it", "answer": "4", "wrong": ["4 is it"]}, "`wrong` has the text"),
         ({"text": "7 has no divisors but 1 and 7, so yes."}, "`answer` is missing"),
+        ({"text": "Roses are red."}, "`answer` is missing"),
     ],
 )
 def test_a_correct_text_whose_answer_cannot_be_read_is_refused(tmp_path: Path, row: dict, complaint: str) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 GRADERS = """
 import math, time
+from os.path import getsize as file_size
 
 def exact(problem, text):
     from pvg.tasks.answers import extract, same_answer
@@ -53,6 +54,13 @@ def raises(problem, text):
 def broken(problem, text):
     return math.nan
 
+def dies(problem, text):
+    with open("calls", "a") as file:
+        file.write("x")
+    if file_size("calls") > 40:
+        raise RuntimeError("out of memory")
+    return True
+
 def quiet(problem, text):
     return said(problem, text) if text.strip().strip("\\x00\\u200b") else None
 
@@ -62,6 +70,7 @@ def counted(problem, text):
     time.sleep(0.002)
     return text.strip(" .").endswith(f"answer is {problem.answer}")
 """
+NO_SERVER = "http://127.0.0.1:1/score"
 ROWS = [{"problem": f"{n} + {n}?", "text": f"We add.\nThe answer is {2 * n}.", "answer": 2 * n} for n in (600, 21, 4)]
 
 
@@ -147,6 +156,21 @@ def test_a_target_that_fails_on_a_correct_text_is_refused() -> None:
     assert "fails on a correct text: it returned nan" in message
 
 
+def test_a_target_that_dies_ends_the_attack_and_its_scores_are_kept() -> None:
+    assert "out of memory" in card("dies", code=2)["error"]["message"]
+    assert Path("calls").stat().st_size < 50
+    assert Path("attacks/mine.py-dies/answers.jsonl").read_bytes().count(b"\n") == 40
+
+
+def test_what_is_missing_on_this_machine_ends_with_3_and_says_what_to_do() -> None:
+    Path("inside.py").write_text("def grade(problem, text):\n    import no_such_package\n")
+    Path("above.py").write_text("import no_such_package\ngrade = no_such_package.grade\n")
+    for name, remedy in (("inside.py:grade", "pip install"), ("above.py:grade", "pip install"), (NO_SERVER, "server")):
+        called = pvg("attack", name, "--data", "sums.jsonl", "--json")
+        assert called.code == 3, called.err
+        assert remedy in called.document["error"]["remedy"]
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -159,6 +183,7 @@ def test_a_target_that_fails_on_a_correct_text_is_refused() -> None:
         ("mine.py:exat --data sums.jsonl", "does not define 'exat'"),
         ("mine.py:exact --data sums.jsonl --fail-above lots", "is no share"),
         ("mine.py:exact --data sums.jsonl --template no.txt", "no.txt"),
+        ("mine.py:exact --data sums.jsonl --template mine.py", "has no place for the solution"),
         ("no-run", "There is no run 'no-run'"),
         ("http://127.0.0.1:1/v2 --data sums.jsonl", "is no route"),
     ],

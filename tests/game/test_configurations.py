@@ -13,7 +13,7 @@ from rich.console import Console
 from small_games import changed, first_kl, played, prover_steps, rows, state_of
 
 from pvg.config.training import ModelSection
-from pvg.errors import ConfigurationError
+from pvg.errors import ConfigurationError, PvgError
 from pvg.models import open_model
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.terminal import closing
@@ -170,7 +170,7 @@ def test_what_is_wrong_with_the_users_own_code_is_told_before_anything_is_commit
     key: str, code: str, others: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(code)
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(PvgError, match=message):
         played(changed({key: f"{tmp_path / 'own.py'}:own", **others}), tmp_path)
     assert not (tmp_path / "drill" / "state.json").exists()
 

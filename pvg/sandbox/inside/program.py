@@ -95,7 +95,7 @@ def run(job: dict[str, Any], reports: int) -> None:
         for case in job["cases"]:
             _tell(reports, partial(_printed, code, case))
         return
-    namespace: dict[str, Any] = {"__name__": "solution"}
+    namespace: dict[str, Any] = {"__name__": "solution", "__file__": "solution.py"}
     exec(code, namespace)
     function = _function(namespace, entry)
     for case in job["cases"]:
