@@ -251,8 +251,7 @@ class RunDisplay(Display):
         """A bar over the phase's units, the rate and the remaining time."""
         if self.info is None:
             return progress_row(0, 0, Text("starting", style=QUIET))
-        game = self.game_eta()
-        in_all = [f"{duration(game)} left in all"] if game is not None else []
+        in_all = [] if (game := self.game_eta()) is None else [f"{duration(game)} left in all"]
         return progress_row(
             max(1, self.info.total), self.done, Text("  ".join([*self._progress_facts(), *in_all]), style=QUIET)
         )

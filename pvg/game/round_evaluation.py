@@ -167,8 +167,7 @@ async def _round_metrics(
         share = share_of(holds_N[among_N], own.problem_ids_N[among_N])
         if share.low is not None and share.high is not None:
             metrics |= {f"{name}_low": share.low, f"{name}_high": share.high}
-    metrics["fooled_rate_at_90"] = fooled_rate_at(own, ACCEPTANCE)
-    metrics["threshold"] = threshold
+    metrics["fooled_rate_at_90"], metrics["threshold"] = fooled_rate_at(own, ACCEPTANCE), threshold
     base_metrics = play_metrics(base, threshold)
     metrics["base_helpful_accuracy"] = base_metrics["helpful_accuracy"]
     metrics["base_sneaky_error_rate"] = base_metrics["sneaky_error_rate"]

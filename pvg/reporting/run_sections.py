@@ -161,10 +161,8 @@ def scores_section(scores: list[RoundScores]) -> PageSection:
     most = max(int((found[a] + found[b]).max()) for found in counts for a, b in HALVES.values())
     charts = []
     for found, by_kind in zip(scores, counts, strict=True):
-        title, note = (
-            f"Round {found.round}" + ("" if found.fresh else ", unfinished: scores from training"),
-            _accepted(found),
-        )
+        title, note = f"Round {found.round}", _accepted(found)
+        title += "" if found.fresh else ", unfinished: scores from training"
         charts.append(
             mirrored_histogram(title, edges.tolist(), by_kind, threshold=found.threshold, most=most, note=note)
         )
@@ -174,11 +172,9 @@ def scores_section(scores: list[RoundScores]) -> PageSection:
 
 def _accepted(found: RoundScores) -> str:
     """The accepted shares of correct helpful solutions and of flaws."""
-    words = []
-    for kind, verb in (("helpful correct", "correct helpful solutions"), ("sneaky flaw", "flaws")):
-        share = found.accepted(kind)
-        if share is not None:
-            words.append(f"{percent(share)} of {len(found.kinds[kind])} {verb}")
+    kinds = {kind: found.accepted(kind) for kind in ("helpful correct", "sneaky flaw")}
+    names = {"helpful correct": "correct helpful solutions", "sneaky flaw": "flaws"}
+    words = [f"{percent(share)} of {len(found.kinds[k])} {names[k]}" for k, share in kinds.items() if share is not None]
     return f"Accepted: {', '.join(words)}." if words else ""
 
 

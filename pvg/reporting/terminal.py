@@ -68,8 +68,7 @@ def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
         elif column.on == "everywhere" and not self_play:
             columns[name] = replace(column, on="terminal")
     table = Table([Column("round", "right", short="\nround"), *columns.values()], narrow=True)
-    base = base_metrics(rounds)
-    if base:
+    if base := base_metrics(rounds):
         table.add("base", *(metric_text(name, base.get(name)) for name in columns))
     for number in sorted(rounds):
         table.add(str(number), *(_measured(name, rounds[number]) for name in columns))

@@ -73,6 +73,18 @@ def test_a_metric_is_followed_through_the_phase_it_belongs_to() -> None:
     assert state.latest("helpful_accuracy") == 0.5
 
 
+def test_the_panels_auc_is_that_of_the_table_once_a_round_has_one() -> None:
+    """After its training, a verifier has another AUC, on the mint's held-out problems."""
+    state, _ = display()
+    for round_ in (0, 1):
+        state.phase_started(info("train_verifier", 1, round_=round_))
+        state.phase_finished(info("train_verifier", 1, round_=round_), {"verifier_auc": 0.9})
+        assert state.latest("verifier_auc") == (0.8 if round_ else 0.9)
+        state.phase_started(info("checkpoint", 1, round_=round_))
+        state.progressed(Progress(1, {"verifier_auc": 0.8}))
+        assert state.latest("verifier_auc") == 0.8
+
+
 def test_a_resumed_run_recalls_its_rounds_and_lines(tmp_path: Path) -> None:
     state, _ = display()
     state.recall(read_run(played(tmp_path)))
