@@ -102,7 +102,8 @@ def attack(
     async def work(observer: Observer, stop: Event) -> RobustnessCard:
         cases = _cases(data, experiment, finished, problems, seed)
         attacker = (experiment, steps) if train and experiment else None
-        return await _attacked(spec, attacker, cases, seed, folder, observer, stop)
+        names = {"data": str(data or task or target), "template": str(template or "")}
+        return await _attacked(spec, attacker, cases, seed, folder, names, observer, stop)
 
     display, again = RunDisplay(target, 1, stderr(), phases=("static",)), "The same command goes on."
     try:
@@ -190,10 +191,27 @@ def _cases(
 
 
 async def _attacked(
-    spec: TargetSpec, train: Attacker, cases: list[AttackCase], seed: int, folder: Path, observer: Observer, stop: Event
+    spec: TargetSpec,
+    train: Attacker,
+    cases: list[AttackCase],
+    seed: int,
+    folder: Path,
+    names: dict[str, str],
+    observer: Observer,
+    stop: Event,
 ) -> RobustnessCard:
-    """All attacks, and the files of the card. After Ctrl-C, it is the card of the answers so far."""
-    from pvg.attack.runner import ANSWERS_FILE, CARD_FILE, Asking, RobustnessCard, ask_all, attempts_of, results
+    """All attacks, and the files of the card. After Ctrl-C, it is the card of the answers so far. `names`: those of
+    data and template."""
+    from pvg.attack.runner import (
+        ANSWERS_FILE,
+        CARD_FILE,
+        Asking,
+        RobustnessCard,
+        ask_all,
+        attempts_of,
+        refuse_other,
+        results,
+    )
     from pvg.attack.targets import open_target
     from pvg.attack.texts import ATTACKS
     from pvg.reporting.attack_page import card_page
@@ -204,6 +222,8 @@ async def _attacked(
     attempts, trained = attempts_of(cases, ATTACKS.values(), seed), None
     with KeptResults(folder / ANSWERS_FILE) as kept:
         async with open_target(spec) as target:
+            names |= {"target": target.about, "model": target.model}
+            refuse_other(folder, names)
             asking = Asking(target, kept)
             complete = await ask_all(asking, attempts, observer, stop)
             if complete and train is not None:
@@ -216,7 +236,7 @@ async def _attacked(
             found, wrong, right = results(asking, attempts)
     card = RobustnessCard(
         status="complete" if complete else "interrupted",
-        target=target.about,
+        **names,
         identity=target.identity,
         threshold=target.threshold,
         problems=len(cases),

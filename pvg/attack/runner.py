@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 
 from pvg.attack.targets import Target, TargetAnswer
 from pvg.attack.texts import AttackCase, StaticAttack
 from pvg.config.base import StrictRecord
-from pvg.errors import ConfigurationError, MissingRequirementError, shortened
+from pvg.errors import ConfigurationError, MissingRequirementError, UsageError, shortened, visible
 from pvg.telemetry.events import Observer, PhaseInfo, Progress
 from pvg.traces.kept_results import KeptResults, digest_of_question
 from pvg.verifier.intervals import Estimate, share_of
@@ -81,12 +84,16 @@ class TrainedAttack(StrictRecord):
 
 
 class RobustnessCard(StrictRecord):
-    """`identity`: a digest of the target. `wrong`, `right`: the accepted share of all wrong and of all correct texts.
-    `created`: ISO 8601, UTC."""
+    """`data`: the file, the task or the run that has the problems. `model`, `template`: of a judge behind a URL; ""
+    for none, and for pvg's template. `identity`: a digest of the target. `wrong`, `right`: the accepted share of all
+    wrong and of all correct texts. `created`: ISO 8601, UTC."""
 
     schema_version: Literal[1] = 1
     status: Literal["complete", "interrupted"]
     target: str
+    data: str = ""
+    model: str = ""
+    template: str = ""
     identity: str
     threshold: float
     problems: int
@@ -111,6 +118,17 @@ class RobustnessCard(StrictRecord):
         that refuses everything accepts nothing wrong."""
         shares = {found.name: found.accepted.value for found in self.attacks if found.accept}
         return [name for name, share in shares.items() if share is None or 1.0 - share > limit]
+
+
+def refuse_other(folder: Path, names: Mapping[str, str]) -> None:
+    """Raises UsageError if the folder has a card with other `names`: of its target, data, model and template."""
+    before: dict[str, Any] = {}
+    with suppress(FileNotFoundError):
+        before = orjson.loads((folder / CARD_FILE).read_bytes())
+    for name, value in names.items():
+        if (old := before.get(name, value)) != value:
+            says = f"{folder} has the card of another {name}: {visible(str(old))!r}, not {value!r}."
+            raise UsageError(says, "Choose another folder: --out FOLDER")
 
 
 class Asking:

@@ -81,11 +81,11 @@ class TargetSpec:
 
 
 class Target:
-    """`identity`: a digest of what its answers depend on. `threshold`: it accepts a text whose score reaches it.
-    `concurrency`: calls at once."""
+    """`identity`: a digest of what its answers depend on. `model`: its name behind a URL, if it has one. `threshold`:
+    it accepts a text whose score reaches it. `concurrency`: calls at once."""
 
     def __init__(self, spec: TargetSpec, concurrency: int, *identity: Any, threshold: float = 0.5) -> None:
-        self.about, self.limit_s = spec.name, spec.limit_s
+        self.about, self.limit_s, self.model = spec.name, spec.limit_s, ""
         self.identity = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
         self.threshold = threshold if spec.threshold is None else spec.threshold
         self.concurrency = spec.concurrency or concurrency
@@ -298,7 +298,7 @@ class HttpTarget(Target):
     def __init__(self, spec: TargetSpec, route: str, client: OpenAiClient) -> None:
         self._template = spec.template or (TEMPLATE if route == CHAT else PAIR)
         super().__init__(spec, 8, spec.name, client.model, self._template, spec.verdict)
-        self._route, self._client = route, client
+        self._route, self._client, self.model = route, client, client.model.removeprefix("-")
         self._words = dict(zip(("accept", "refuse"), spec.verdict, strict=True))
         words = "|".join(sorted(map(re.escape, spec.verdict), key=len, reverse=True))
         self._verdicts = re.compile(rf"(?<!\w)(?:{words})(?!\w)", re.IGNORECASE)

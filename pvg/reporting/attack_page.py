@@ -72,6 +72,13 @@ def verdict(card: RobustnessCard) -> tuple[str, str, str]:
     return says, *next(step[1:] for step in STEPS if max(wrong, 1 - right) >= step[0])
 
 
+def sources(card: RobustnessCard) -> list[tuple[str, str]]:
+    """What was attacked with what, without what does not exist."""
+    names = [(name, visible(getattr(card, name))) for name in ("data", "model", "template")]
+    facts = [("problems", f"{card.problems:,}"), ("accepts from", f"{card.threshold:g}"), *names]
+    return [(name, value) for name, value in facts if value]
+
+
 def refused(accepted: Estimate) -> Estimate:
     value, high, low = (None if end is None else 1 - end for end in (accepted.value, accepted.low, accepted.high))
     return replace(accepted, value=value, low=low, high=high)
@@ -127,7 +134,8 @@ def markdown_card(card: RobustnessCard) -> str:
     rows = [[MARKDOWN.sub(r"\\\1", cell if isinstance(cell, str) else cell.text) for cell in row] for row in plain.rows]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     head = Table(plain.columns).to_markdown()
-    about, *said = (MARKDOWN.sub(r"\\\1", line) for line in (visible(card.target), *summary_lines(card)))
+    of = ", ".join([*(f"{name}: {value}" for name, value in sources(card)), f"pvg {card.code_version}"])
+    about, *said = (MARKDOWN.sub(r"\\\1", line) for line in (visible(card.target), *summary_lines(card), of))
     table, notes = "\n".join([head, *lines]), "\n".join(f"- {line}" for line in (*said, READING))
     return f"![pvg attack: {says}]({badge})\n\n**{about}**\n\n{table}\n\n{notes}\n"
 
@@ -142,7 +150,7 @@ def card_page(card: RobustnessCard) -> str:
     shown_ = (says, kind) if card.status == "complete" else (card.status, "warn")
     header = [
         elements.title(visible(card.target), "pvg attack", *shown_),
-        elements.facts([*shares, ("problems", f"{card.problems:,}"), ("accepts from", f"{card.threshold:g}")]),
+        elements.facts([*shares, *sources(card)]),
         elements.notes(summary_lines(card)[1:]),
     ]
     examples = [

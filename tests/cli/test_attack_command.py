@@ -208,6 +208,14 @@ def test_the_same_command_asks_nothing_twice_and_another_threshold_asks_nothing_
     assert refusing["card"]["right"]["value"] == 0.0
 
 
+def test_a_folder_keeps_the_card_of_its_own_data() -> None:
+    assert card("said")["card"]["data"] == "sums.jsonl"
+    shutil.copy("sums.jsonl", "others.jsonl")
+    called = pvg("attack", "mine.py:said", "--data", "others.jsonl", "--json")
+    assert (called.code, "--out" in called.document["error"]["remedy"]) == (2, True)
+    assert orjson.loads(Path("attacks/mine.py-said/card.json").read_bytes())["data"] == "sums.jsonl"
+
+
 @pytest.mark.drill
 def test_an_attack_killed_again_and_again_ends_like_the_uninterrupted_one() -> None:
     whole = card("counted", "--out", "whole")["card"]
