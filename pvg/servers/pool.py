@@ -249,9 +249,7 @@ def _message(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-async def asked_again(
-    send: Callable[[], Awaitable[T]], retries: int, told: Callable[[ServerFault], None] = lambda fault: None
-) -> T:
+async def asked_again(send: Callable[[], Awaitable[T]], retries: int, told: Callable[[ServerFault], object] = id) -> T:
     """The result of `send`, which asks one server and is repeated after a fault, with which `told` is called. Raises
     the last fault. A request that is refused or gets no reply is not repeated."""
     for attempt in range(1, retries + 1):

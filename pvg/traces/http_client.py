@@ -29,7 +29,8 @@ LISTED = frozenset({"id", "root", "parent", "owned_by", "max_model_len", "meta"}
 KEY_SHOWN = 8  # characters of a shorter key may be a part of other words
 
 
-Say = Callable[[str], None]
+Say = Callable[[str], object]
+SILENT: Say = len
 
 
 def is_url(text: str) -> bool:
@@ -38,23 +39,15 @@ def is_url(text: str) -> bool:
 
 class OpenAiClient:
     """`url`: the base of the routes, usually ending in /v1. Errors are one line with a remedy: ServerUnavailableError
-    for a server that does not answer, ConfigurationError for a request that it refuses."""
+    for a server that does not answer or lacks what is asked, ConfigurationError for one that refuses the key."""
 
     def __init__(
-        self,
-        url: str,
-        model: str,
-        pool: HttpPool,
-        key: str,
-        variable: str,
-        concurrency: int,
-        timeout_s: float,
-        say: Say,
+        self, url: str, model: str, pool: HttpPool, key: str, variable: str, concurrency: int, timeout_s: float
     ) -> None:
         self.url, self.model = url, model
         self._pool, self._key, self._variable, self._timeout_s = pool, key, variable, timeout_s
         self._room = asyncio.Semaphore(concurrency)
-        self.retries, self.say = RETRIES, say
+        self.retries, self.say = RETRIES, SILENT
 
     @classmethod
     @asynccontextmanager
@@ -66,7 +59,7 @@ class OpenAiClient:
         key_variable: str = "",
         concurrency: int = CONCURRENCY,
         timeout_s: float = TIMEOUT_S,
-        say: Say = lambda line: None,
+        say: Say = SILENT,
     ) -> AsyncIterator[OpenAiClient]:
         """`model`: "" for the only model that the server lists. `key_variable`: the environment variable with the key;
         "" for OPENAI_API_KEY, which may be unset. `say`: called once, if a request is repeated."""
@@ -79,7 +72,8 @@ class OpenAiClient:
             raise UsageError(f"The environment variable {variable} is no key.", "Use printable ASCII characters.")
         pool = HttpPool.of(concurrency, "--concurrency", key=key)
         try:
-            client = cls(url.rstrip("/"), model, pool, key, variable, concurrency, timeout_s, say)
+            client = cls(url.rstrip("/"), model, pool, key, variable, concurrency, timeout_s)
+            client.say = say
             if not model:
                 client.model = await client._only_model()
             yield client
@@ -125,12 +119,7 @@ class OpenAiClient:
         return [row for row in rows or () if isinstance(row, dict) and "id" in row]
 
     async def _only_model(self) -> str:
-        try:
-            names = [str(row["id"]) for row in await self._models()]
-        except RefusedByServer as refusal:
-            raise ServerUnavailableError(
-                refusal.message, "Check the URL (it often ends in /v1), or name the model: --model NAME"
-            ) from None
+        names = [str(row["id"]) for row in await self._models()]
         if len(names) != 1:
             raise UsageError(f"{self.url} lists {len(names)} models.", "Name one: --model NAME")
         return names[0]
@@ -147,7 +136,7 @@ class OpenAiClient:
         raise explained  # outside of the block: the fault may quote the key, and would be the error's context
 
     def _waits(self, fault: ServerFault) -> None:
-        say, self.say = self.say, lambda line: None
+        say, self.say = self.say, SILENT
         say(f"{self._explained(fault).message} It is asked again, up to {self.retries} times (12 take about 40 s).")
 
     def _explained(self, fault: ServerFault) -> PvgError:
@@ -164,7 +153,7 @@ class OpenAiClient:
         return ServerUnavailableError(f"{self.url}: {what}.", "Wait until the server is ready, and try again.")
 
 
-class RefusedByServer(ConfigurationError):
+class RefusedByServer(ServerUnavailableError):
     """A request that this server would refuse again, for example because it lacks a route or an option."""
 
 

@@ -127,10 +127,8 @@ def missing(loaded: LoadedTraces, wanted: Sequence[str]) -> list[str]:
             f"{loaded.name}: no trace states a final answer ({FORMS}).",
             "Say how they state it: --answer REGEX, whose first group is the answer.",
         )
-    said = []
-    if mute:
-        few = f"{loaded.name}: {counted(mute, 'trace')} of {len(traces):,} without a final answer."
-        said.append(f"{few} Other forms than {FORMS}: --answer REGEX.")
+    few = f"{loaded.name}: {counted(mute, 'trace')} of {len(traces):,} without a final answer"
+    said = [f"{few}. Other forms than {FORMS}: --answer REGEX."] if mute else []
     if untrue and "transfer" in wanted:
         said.append(f"{loaded.name}: {counted(untrue, 'trace')} without a true answer: no transfer utility of those.")
     if unknown := sum(trace.correct is None for trace in traces):

@@ -26,7 +26,7 @@ import torch
 
 from pvg.config.base import is_run_id, parse_run_id
 from pvg.config.training import ModelSection
-from pvg.errors import ConfigurationError, ServerUnavailableError, UsageError
+from pvg.errors import ConfigurationError, UsageError
 from pvg.models import open_model, pick_device
 from pvg.models.language_model import LanguageModel
 from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
@@ -37,7 +37,7 @@ from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.servers.pool import together
 from pvg.store.run_players import find_player
-from pvg.traces.http_client import OpenAiClient, RefusedByServer, Say, is_url
+from pvg.traces.http_client import SILENT, OpenAiClient, RefusedByServer, Say, is_url
 from pvg.traces.loaders import Message, TraceParts
 
 EMPTY_I = np.zeros(0, dtype=np.int32)
@@ -299,16 +299,12 @@ class UrlReader(TraceReader):
             self._no_logprobs()
 
     async def portrait(self) -> dict[str, Any]:
-        """The server's own words about the model, and log-probs of a fixed text, [] if it gives none. Raises
-        ServerUnavailableError if it serves no chats either."""
+        """The server's own words about the model, and log-probs of a text; if it gives none, []: it must then chat."""
         try:
             found = await self._logprobs("".join(PROBE), len(PROBE[1]))
         except RefusedByServer:
             found = []
-            try:
-                await self.client.chat([{"role": "user", "content": PROBE[0]}], max_tokens=1)
-            except RefusedByServer as refusal:
-                raise ServerUnavailableError(refusal.message, refusal.remedy) from None
+            await self.client.chat([{"role": "user", "content": PROBE[0]}], max_tokens=1)
         return {"says": await self.client.about(), "logprobs": found}
 
     def _no_logprobs(self) -> NoReturn:
@@ -332,19 +328,11 @@ class UrlReader(TraceReader):
 
 @asynccontextmanager
 async def open_reader(
-    source: str,
-    *,
-    model: str = "",
-    key_variable: str = "",
-    concurrency: int = 8,
-    device: str = "auto",
-    say: Say = lambda line: None,
+    source: str, *, model: str = "", key_variable: str = "", device: str = "auto", say: Say = SILENT
 ) -> AsyncIterator[TraceReader]:
     """A reader of a source of `local_reader`, or behind a URL, where it is `model`."""
     if is_url(source):
-        async with OpenAiClient.open(
-            source, model, key_variable=key_variable, concurrency=concurrency, say=say
-        ) as client:
+        async with OpenAiClient.open(source, model, key_variable=key_variable, say=say) as client:
             yield UrlReader(client)
         return
     if model or key_variable:
