@@ -48,9 +48,6 @@ class KeptResults(Closing):
             self._values = self._read()
             self._stack = opening.pop_all()
 
-    def __len__(self) -> int:
-        return len(self._values)
-
     def get(self, key: str) -> Any:
         """The value of a key; None if it was never put."""
         return self._values.get(key)

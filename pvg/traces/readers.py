@@ -19,7 +19,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -283,8 +283,7 @@ class UrlReader(TraceReader):
         return await together([self._chance(text, parts.answer + parts.end) for text in texts])
 
     async def _chance(self, before: str, answer: str) -> float:
-        kept = await self._logprobs(before + answer, len(answer))
-        return min(1.0, math.exp(math.fsum(kept))) if kept else self._no_logprobs()
+        return min(1.0, math.exp(math.fsum(await self._logprobs(before + answer, len(answer)))))
 
     async def _logprobs(self, text: str, last: int) -> list[float]:
         """Those of the tokens that end in the `last` characters of a text."""
@@ -294,9 +293,12 @@ class UrlReader(TraceReader):
             # counts the characters of a start token, which the text lacks. A token may begin before the answer.
             offsets, values = (choice["logprobs"][name] for name in ("text_offset", "token_logprobs"))
             start = offsets[-1] - last
-            return [float(value) for end, value in zip(offsets[1:], values[:-1], strict=True) if end > start]
+            found = [float(value) for end, value in zip(offsets[1:], values[:-1], strict=True) if end > start]
         except (LookupError, TypeError, ValueError):
-            self._no_logprobs()
+            found = []
+        if not found:
+            raise RefusedByServer(f"{self.client.url} gives no log-probs of a prompt.", "Leave out cir and tts.")
+        return found
 
     async def portrait(self) -> dict[str, Any]:
         """The server's own words about the model, and log-probs of a text; if it gives none, []: it must then chat."""
@@ -306,9 +308,6 @@ class UrlReader(TraceReader):
             found = []
             await self.client.chat([{"role": "user", "content": PROBE[0]}], max_tokens=1)
         return {"says": await self.client.about(), "logprobs": found}
-
-    def _no_logprobs(self) -> NoReturn:
-        raise RefusedByServer(f"{self.client.url} gives no log-probs of a prompt.", "Leave out cir and tts.")
 
     async def written(self, asks: Sequence[ToContinue], max_tokens: int) -> list[str]:
         return await together([self._write(ask, max_tokens) for ask in asks])

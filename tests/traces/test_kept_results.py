@@ -28,7 +28,7 @@ def test_a_torn_last_line_is_dropped_and_written_again(tmp_path):
         kept.put("b", 2)
     file.write_bytes(file.read_bytes()[:-3])
     with KeptResults(file) as kept:
-        assert (len(kept), kept.get("b")) == (1, None)
+        assert kept.get("b") is None
         kept.put("b", 3)
     with KeptResults(file) as kept:
         assert (kept.get("a"), kept.get("b")) == (1, 3)
