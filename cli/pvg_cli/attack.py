@@ -202,16 +202,7 @@ async def _attacked(
 ) -> RobustnessCard:
     """All attacks, and the files of the card. After Ctrl-C, it is the card of the answers so far. `names`: those of
     data and template."""
-    from pvg.attack.runner import (
-        ANSWERS_FILE,
-        CARD_FILE,
-        Asking,
-        RobustnessCard,
-        ask_all,
-        attempts_of,
-        refuse_other,
-        results,
-    )
+    from pvg.attack import runner
     from pvg.attack.targets import open_target
     from pvg.attack.texts import ATTACKS
     from pvg.reporting.attack_page import card_page
@@ -219,13 +210,13 @@ async def _attacked(
     from pvg.traces.kept_results import KeptResults
     from pvg.version import code_version
 
-    attempts, trained = attempts_of(cases, ATTACKS.values(), seed), None
-    with KeptResults(folder / ANSWERS_FILE) as kept:
+    attempts, trained = runner.attempts_of(cases, ATTACKS.values(), seed), None
+    with KeptResults(folder / runner.ANSWERS_FILE) as kept:
         async with open_target(spec) as target:
             names |= {"target": target.about, "model": target.model}
-            refuse_other(folder, names)
-            asking = Asking(target, kept)
-            complete = await ask_all(asking, attempts, observer, stop)
+            runner.refuse_other(folder, names)
+            asking = runner.Asking(target, kept)
+            complete = await runner.ask_all(asking, attempts, observer, stop)
             if complete and train is not None:
                 from pvg.attack.trained import train_attacker
 
@@ -233,8 +224,8 @@ async def _attacked(
                 given = [score for score in scores if score is not None]
                 trained = await train_attacker(*train, asking, folder, given, observer, stop)
                 complete = trained is not None
-            found, wrong, right = results(asking, attempts)
-    card = RobustnessCard(
+            found, wrong, right = runner.results(asking, attempts)
+    card = runner.RobustnessCard(
         status="complete" if complete else "interrupted",
         **names,
         identity=target.identity,
@@ -249,7 +240,7 @@ async def _attacked(
         trained=trained,
     )
     with user_paths():
-        atomic.write_output(folder / CARD_FILE, card.model_dump_json(indent=2).encode() + b"\n")
+        atomic.write_output(folder / runner.CARD_FILE, card.model_dump_json(indent=2).encode() + b"\n")
         atomic.write_output(folder / "card.html", card_page(card).encode())
     return card
 

@@ -187,9 +187,7 @@ LATE = "it does not answer within --limit seconds"
 def _check(answer: TargetAnswer, text: str, then: str) -> None:
     """Raises an error if this is no score of a plain correct text."""
     if answer.score is None:
-        own = (
-            "Raise --limit" if answer.timed_out else f"It must return a finite number or a bool for {shortened(text)!r}"
-        )
+        own = "Raise --limit" if answer.timed_out else f"It must return a number or a bool for {shortened(text)!r}"
         kind = MissingRequirementError if answer.missing else ConfigurationError
         says = f"The target fails on a correct text: {answer.error.rstrip('.') or LATE}."
         raise kind(says, f"{(answer.remedy or own).rstrip('.')}. {then}")
@@ -222,9 +220,7 @@ async def ask_all(asking: Asking, attempts: Sequence[Attempt], observer: Observe
             done += len(ended)
             observer.progressed(Progress(done, {"unanswered": unanswered}))
             if in_a_row >= 2 * asking.target.concurrency:  # it may have ended
-                _check(
-                    await asking.target.judge(*plain), first.right, "The same command then goes on: scores are kept."
-                )
+                _check(await asking.target.judge(*plain), first.right, "The same command then goes on.")
                 in_a_row = 0
     finally:
         for task in waiting:

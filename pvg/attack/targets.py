@@ -28,16 +28,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pvg.attack.texts import TABLE
-from pvg.errors import (
-    EXIT_ENVIRONMENT,
-    ConfigurationError,
-    MissingRequirementError,
-    PvgError,
-    UsageError,
-    said,
-    shortened,
-    visible,
-)
+from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError, said, shortened, visible
 from pvg.extensions import digests, is_reference, load, package_remedy, split_reference
 from pvg.inputs import read_text
 
@@ -164,7 +155,7 @@ def serve(reference: str) -> None:
         function = load("TARGET", reference)
     except PvgError as error:
         alone = f"To see why: {sys.executable} {split_reference(reference)[0]}"
-        missing = error.exit_code == EXIT_ENVIRONMENT
+        missing = error.exit_code == MissingRequirementError.exit_code
         tell(message=error.message, remedy=error.remedy if missing else alone, missing=missing)
         return
     places = {str(getattr(module, "__dict__", {}).get("__file__")) for module in list(sys.modules.values())}
@@ -326,7 +317,7 @@ class HttpTarget(Target):
         except TimeoutError:
             return TargetAnswer(timed_out=True, missing=True)
         except PvgError as error:
-            return failed(error.message, error.remedy, error.exit_code == EXIT_ENVIRONMENT)
+            return failed(error.message, error.remedy, error.exit_code == MissingRequirementError.exit_code)
         except (LookupError, TypeError, ValueError) as error:
             return failed(f"its reply has another form: {said(error)}", "Check the URL, its route and --template.")
 
