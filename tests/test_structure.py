@@ -53,9 +53,12 @@ MOST_LINES = 700
 # All modules of pvg, the command line and benchmarks; and the modules of pvg. Measures of traces (pvg.traces), attacks
 # on graders (pvg.attack), bridges and the hack alarm took 4,600 lines, for which 2,400 others went. SR and CIR as
 # rewards, legibility in pvg evaluate, pvg check and files that are never replaced took 1,400, for which 750 went.
-# A study's plan for a GPU, mixtures of reasoning-gym and a game made of TRL took 560, for which 410 went.
+# A study's plan for a GPU, mixtures of reasoning-gym and a game made of TRL took 560, for which 410 went. What three
+# readers stumbled over in pvg attack, measure and evaluate took 160, for which none went.
 # Still to pay.
-MOST_LINES_OF_ALL, MOST_MODULES = 76_642, 236
+MOST_LINES_OF_ALL, MOST_MODULES = 76_785, 236
+# The tables in TOML files of pvg and the command line, to which lines of Python could move.
+MOST_LINES_OF_TABLES = 2_299
 
 
 @cache
@@ -170,7 +173,9 @@ def test_contributing_maps_the_parts_in_this_order() -> None:
 def test_a_new_feature_pays_with_an_old_one() -> None:
     """The house is as large as it is now. Lower a limit when something goes. Raise one only with a reason here."""
     counted = modules() | modules_of("benchmarks", ROOT)
+    tables = [path for folder in (ROOT / "pvg", ROOT / "cli" / "pvg_cli") for path in folder.rglob("*.toml")]
     assert sum(len(path.read_bytes().splitlines()) for path in counted.values()) <= MOST_LINES_OF_ALL
+    assert sum(len(path.read_bytes().splitlines()) for path in tables) <= MOST_LINES_OF_TABLES
     assert sum(module.startswith("pvg") and not module.startswith("pvg_cli") for module in modules()) <= MOST_MODULES
 
 
