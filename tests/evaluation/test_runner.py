@@ -22,7 +22,7 @@ from page_checks import check
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.errors import ConfigurationError, MissingRequirementError, TrainingDivergedError, UsageError
+from pvg.errors import ConfigurationError, TrainingDivergedError, UsageError
 from pvg.evaluation.report import PARTS, REPORT_FILE, EvaluationReport, parse_parts, parse_rounds, report_of
 from pvg.evaluation.runner import evaluate
 from pvg.evaluation.trace_report import legibility
@@ -160,7 +160,7 @@ def test_a_reader_reads_the_helpful_solutions_as_pvg_measure_does(tmp_path: Path
     settings = changed(evaluated_experiment(), task={"min_terms": 5, "max_terms": 5}, **sections)
     run = played(tmp_path, "legible", settings)
     other = changed(settings, evaluate={"reader": str(tmp_path / "none")})
-    with pytest.raises(MissingRequirementError, match="none"):
+    with pytest.raises(ConfigurationError, match="none"):
         evaluated(run, other, parts=("calibration", "legibility"))
     outcome, _ = evaluated(run, settings, until="reading", parts=("legibility",))
     assert outcome.status == "interrupted"
