@@ -140,10 +140,11 @@ def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
             called([*ENTRY, *training], tmp_path)  # tests/cli/test_view_command.py follows runs
             in_game = write_solutions(tmp_path)
         else:
-            name = " ".join(word for word in words if word in (words[0], "--dry-run"))
+            name = " ".join(word for word in words if word in (words[0], "--dry-run", "game.rounds=1"))
             printed[name] = called([*ENTRY, *words], tmp_path)
 
-    assert list(printed) == ["train --dry-run", "train", "evaluate", "check", "rollout", "view", "export", "score"]
+    first = ["train --dry-run", "train", "evaluate", "train game.rounds=1"]
+    assert list(printed) == [*first, "check", "rollout", "view", "export", "score"]
     for command in ("check", "train --dry-run"):  # the prompts of both roles, and what known answers are graded
         assert re.search(r"Prompt of the helpful role .*\n  \| H\d\+", printed[command])
         assert re.search(r"Prompt of the sneaky role .*\n  \| S\d\+", printed[command])
@@ -151,6 +152,7 @@ def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
     assert "FAILED" not in printed["check"]
     assert "Input of the verifier" in printed["train --dry-run"]
     assert "2 of 2 rounds" in printed["train"]
+    assert "1 of 1 round" in printed["train game.rounds=1"]
     assert "correct" in printed["rollout"]
     assert (tmp_path / "runs" / "mine" / "report.html").stat().st_size > 10_000
 
