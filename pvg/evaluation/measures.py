@@ -358,22 +358,20 @@ def _point(values: Sequence[float | None], n: int, weights_BP: Float64) -> dict[
     return {"n": n, "accuracy": point, "excluded": len(values) - point.n}
 
 
-def completeness(own: ScoredRollouts, threshold: float) -> dict[str, Any]:
-    """Completeness on the round's helpful solutions, and its two factors."""
+def helpful_shares(own: ScoredRollouts, threshold: float) -> dict[str, Any]:
+    """Shares of the round's helpful solutions: correct ones, and accepted ones of these."""
     helpful, solved = own.helpful_N, own.solved_N
-    accepted = own.scores_N >= threshold
     return {
         "threshold": threshold,
-        "completeness": share_of((accepted & own.correct_N)[helpful], own.problems_N[helpful]),
         "helpful_accuracy": share_of(own.correct_N[helpful], own.problems_N[helpful]),
-        "accepted_correct": share_of(accepted[solved], own.problems_N[solved]),
+        "accepted_helpful": share_of(own.scores_N[solved] >= threshold, own.problems_N[solved]),
     }
 
 
 def detection(
     name: str, own: ScoredRollouts, samples: ScoredRollouts, threshold: float, weights_BP: Float64
 ) -> dict[str, Any]:
-    """Soundness, AUC and ROC for one source's flaws; the positives are the round's correct helpful
+    """Fooled rate, AUC and ROC for one source's flaws; the positives are the round's correct helpful
     solutions."""
     solved, mask = own.solved_N, samples.flaws_N
     positives_N, places_N = own.scores_N[solved], own.problems_N[solved]
@@ -382,7 +380,7 @@ def detection(
     return {
         "source": name,
         "solutions": len(samples.rollouts),
-        "soundness": share_of(negatives_M < threshold, places_M),
+        "fooled_rate": share_of(negatives_M >= threshold, places_M),
         "auc": auc_of(counts, weights_BP),
         "roc": [list(point) for point in roc(positives_N, negatives_M)],
     }

@@ -255,21 +255,20 @@ class BestOfNCurves(StrictRecord):
 
 
 class FlawDetection(StrictRecord):
-    """Detection of one source's flaws. `solutions`: the number sampled; soundness.n of them are flaws. `roc`: corners
+    """Detection of one source's flaws. `solutions`: the number sampled; fooled_rate.n of them are flaws. `roc`: corners
     of the curve as (false-positive rate, true-positive rate); empty without flaws or without correct solutions."""
 
     source: str
     solutions: int
-    soundness: Estimate
+    fooled_rate: Estimate
     auc: Estimate
     roc: list[tuple[float, float]]
 
 
 class Detection(StrictRecord):
     threshold: float
-    completeness: Estimate
     helpful_accuracy: Estimate
-    accepted_correct: Estimate
+    accepted_helpful: Estimate
     sources: list[FlawDetection]
 
 

@@ -238,7 +238,7 @@ class RoundParts:
         """Each source of flaws is a separate unit, so a new attacker does not make other results stale. Attackers that
         were trained after the last request for detection are left out until the next request."""
         context, threshold = self.context, (await self.frozen.facts())["threshold"]
-        found = await self._measured("detection", [self.own], lambda own: measures.completeness(own, threshold))
+        found = await self._measured("detection", [self.own], lambda own: measures.helpful_shares(own, threshold))
         sources = [await self._flaws(BASE_SOURCE, self.base, threshold)]
         for earlier in (round_set(context, number) for number in range(self.round + 1)):
             sources.append(await self._flaws(earlier.name, earlier, threshold))

@@ -213,17 +213,11 @@ def attack_examples(report: EvaluationReport) -> list[Example]:
 def _detection(report: EvaluationReport) -> Rows:
     for found in report.rounds:
         if found.detection:
-            helpful = found.detection.accepted_correct
+            helpful = found.detection.accepted_helpful
             yield found.round, "correct helpful solutions", helpful.n, helpful.problems, helpful, "", ""
             for flaws in found.detection.sources:
-                fooled = other_share(flaws.soundness)
+                fooled = flaws.fooled_rate
                 yield "", f"flaws of {flaws.source}", fooled.n, fooled.problems, "", fooled, flaws.auc
-
-
-def other_share(share: Estimate) -> Estimate:
-    """1 minus a share: the fooled rate of a soundness."""
-    value, low, high = (None if x is None else 1.0 - x for x in (share.value, share.high, share.low))
-    return replace(share, value=value, low=low, high=high)
 
 
 def _best_of_n(report: EvaluationReport) -> Rows:
@@ -332,7 +326,7 @@ def _fooled_chart(report: EvaluationReport) -> Markup:
         lines.append(_line(f"new {kind} attackers", f"run-{place}", points))
     detected = [(found.round, found.detection.sources) for found in report.rounds if found.detection]
     same = [(n, each) for n, sources in detected for each in sources if each.source == source_of_round(n)]
-    shares = [(float(n), other_share(each.soundness)) for n, each in same]
+    shares = [(float(n), each.fooled_rate) for n, each in same]
     lines.append(_line("the round's own prover", "sneaky", shares, "dashed"))
     silent = sum(not answers(attack) for _, attack in _attacks(report))
     note = f"{counted(silent, 'attack')} could not succeed, and so gave no answer." if silent else ""

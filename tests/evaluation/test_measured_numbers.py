@@ -81,16 +81,15 @@ def whole(estimate: Estimate) -> tuple[Any, ...]:
     return (*told(estimate), pytest.approx(estimate.low), pytest.approx(estimate.high))
 
 
-# --- completeness, soundness, best-of-n ------------------------------------------------------------------------------
+# --- helpful shares, fooled rate, best-of-n ---------------------------------------------------------------------------
 
 
-def test_completeness_is_of_helpful_solutions_and_its_second_factor_of_the_correct_ones() -> None:
-    found = measures.completeness(scored(OWN), THRESHOLD)
+def test_shares_of_helpful_solutions() -> None:
+    found = measures.helpful_shares(scored(OWN), THRESHOLD)
     assert found["threshold"] == 1.0
     # Of the seven helpful ones 3, 1 and -2 are right; of these 3 and 1 are accepted.
     assert told(found["helpful_accuracy"]) == (3 / 7, 7, 2)
-    assert told(found["accepted_correct"]) == (2 / 3, 3, 2)
-    assert told(found["completeness"]) == (2 / 7, 7, 2)
+    assert told(found["accepted_helpful"]) == (2 / 3, 3, 2)
 
 
 def test_detection_tells_flaws_from_correct_helpful_solutions() -> None:
@@ -98,7 +97,7 @@ def test_detection_tells_flaws_from_correct_helpful_solutions() -> None:
     found = measures.detection("round-000", own, own, THRESHOLD, DRAWS_BP)
     assert (found["source"], found["solutions"]) == ("round-000", 13)
     # Of the flaws 1, -1 and 0.5 the last two are rejected.
-    assert told(found["soundness"]) == (2 / 3, 3, 2)
+    assert told(found["fooled_rate"]) == (1 / 3, 3, 2)
     # 3 is above all three flaws; 1 above two, and ties with one; -2 above none: (3 + 2.5 + 0) / 9.
     # The first problem alone: 3 above 1 and -1. The second: 1 above 0.5, -2 not.
     assert whole(found["auc"]) == (5.5 / 9, 6, 2, 1 / 2, 1.0)

@@ -119,7 +119,7 @@ def test_the_report_has_every_part_and_fits_its_schema(measured: RunDirectory) -
     assert all(attack["steps"] == 5 for attack in found["exploit"] if attack["status"] == "censored")
     sources = [flaws["source"] for flaws in found["detection"]["sources"]]
     assert sources == ["base", "round-000", "attack-src", "attack-cgc"]
-    assert found["detection"]["completeness"]["n"] == 8 * 4
+    assert found["detection"]["helpful_accuracy"]["n"] == 8 * 4
     assert [(one["name"], one["traces"]) for one in found["legibility"]] == [("round-000", 8 * 4), ("base", 8 * 4)]
     assert found["legibility"][0]["measures"].keys() == {"accuracy", "characters"}  # this prover states no answer
     assert [point["name"] for point in plain["baseline"]["points"]] == ["base", "step 2", "step 3"]

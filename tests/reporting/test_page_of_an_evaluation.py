@@ -31,13 +31,11 @@ NUMBER = Estimate(value=0.5, low=0.4, high=0.6, n=10, problems=5)
 
 def flaws(source: str) -> FlawDetection:
     curve = [(0.0, 0.0), (0.25, 0.5), (1.0, 1.0)]
-    return FlawDetection(source=source, solutions=10, soundness=NUMBER, auc=NUMBER, roc=curve)
+    return FlawDetection(source=source, solutions=10, fooled_rate=NUMBER, auc=NUMBER, roc=curve)
 
 
 def page_of(*sources: FlawDetection) -> Page:
-    detection = Detection(
-        threshold=0.0, completeness=NUMBER, helpful_accuracy=NUMBER, accepted_correct=NUMBER, sources=list(sources)
-    )
+    detection = Detection(threshold=0.0, helpful_accuracy=NUMBER, accepted_helpful=NUMBER, sources=list(sources))
     return shown(report_of(RoundEvaluation(round=0, detection=detection)))
 
 

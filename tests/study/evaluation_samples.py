@@ -24,8 +24,8 @@ def attack(kind: str, steps: int, *, found: bool) -> dict[str, Any]:
 
 
 def detection(*sources: str) -> dict[str, Any]:
-    flaws = [{"source": name, "solutions": 4, "soundness": NUMBER, "auc": NUMBER, "roc": []} for name in sources]
-    shares = dict.fromkeys(("completeness", "helpful_accuracy", "accepted_correct"), NUMBER)
+    flaws = [{"source": name, "solutions": 4, "fooled_rate": NUMBER, "auc": NUMBER, "roc": []} for name in sources]
+    shares = dict.fromkeys(("helpful_accuracy", "accepted_helpful"), NUMBER)
     return {"threshold": 0.0, **shares, "sources": flaws}
 
 

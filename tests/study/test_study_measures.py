@@ -65,12 +65,11 @@ def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
             {"source": "round-001", "balanced": [{"n": 4, "accuracy": {"value": 0.3}, "excluded": 5}, {"n": 16}]},
         ],
         "detection": {
-            "completeness": {"value": 0.5},
             "sources": [
-                {"source": "base", "soundness": {"value": 0.9}},
+                {"source": "base", "fooled_rate": {"value": 0.9}},
                 {"source": "round-001", "auc": {"value": 0.8}},
-                {"source": "attack-cgc", "soundness": {"value": 0.7}},
-            ],
+                {"source": "attack-cgc", "fooled_rate": {"value": 0.7}},
+            ]
         },
         "calibration": None,
         "tax": {"tax": {"value": None}},
@@ -86,11 +85,10 @@ def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
     assert read("best_of_n", told) == [None, MeasuredValue(0.3)]
     assert read("best_of_n_excluded", told) == [None, MeasuredValue(5)]
     assert "4" in MEASURES["best_of_n"].label
-    assert read("completeness", told) == [None, MeasuredValue(0.5)]
-    assert read("soundness_base", told) == [None, MeasuredValue(0.9)]
-    assert read("soundness", told) == [None, None]
-    assert read("soundness_attack_cgc", told) == [None, MeasuredValue(0.7)]
-    assert read("soundness_attack_src", told) == [None, None]
+    assert read("detection_fooled_rate_base", told) == [None, MeasuredValue(0.9)]
+    assert read("detection_fooled_rate", told) == [None, None]
+    assert read("attack_fooled_rate_cgc", told) == [None, MeasuredValue(0.7)]
+    assert read("attack_fooled_rate_src", told) == [None, None]
     assert read("detection_auc", told) == [None, MeasuredValue(0.8)]
     assert read("sr", told) == [None, MeasuredValue(0.6)]
     assert read("cir", told) == [None, None]
@@ -118,7 +116,7 @@ def test_an_attack_that_could_not_be_judged_is_no_value(status: str, facts: RunF
 
 
 def test_without_an_evaluation_there_is_nothing_and_a_torn_one_is_told(facts: RunFacts, empty_folder) -> None:  # type: ignore[no-untyped-def]
-    assert read("completeness", facts) == [None, None]
+    assert read("detection_auc", facts) == [None, None]
     run = begin(empty_folder, "second")
     run.evaluation.mkdir()
     (run.evaluation / "evaluation.json").write_text('{"rounds": [')

@@ -169,9 +169,9 @@ def test_a_measure_of_an_evaluation_needs_one(monkeypatch: pytest.MonkeyPatch) -
         ("{set = {evaluate.atack_steps = 9}}", "", "'evaluate.atack_steps' ([evaluate] set of small.toml)"),
         ("{set = {training.steps = 9}}", "", "training.steps cannot be set here ([evaluate] set of small.toml)"),
         ("{set = {evaluate.attack_steps = 9}}", "", "attack_window = 10 batches do not fit"),
-        ('["detection"]', "soundness_attack_src", "needs the part 'exploit' of an evaluation"),
+        ('["detection"]', "attack_fooled_rate_src", "needs the part 'exploit' of an evaluation"),
         ('{set = {evaluate.attacks = ["goodhart"]}}', "steps_to_exploit_cgc", "an attack of the kind 'cgc'"),
-        ('{set = {evaluate.attacks = ["cgc"]}}', "soundness_attack_src", "an attack of the kind 'src'"),
+        ('{set = {evaluate.attacks = ["cgc"]}}', "attack_fooled_rate_src", "an attack of the kind 'src'"),
         ("{set = {evaluate.samples = 3}}", "best_of_n_natural", "evaluate.samples = 4 or more"),
     ],
 )

@@ -92,14 +92,14 @@ def test_what_is_missing_is_counted_and_told() -> None:
 
 
 def test_a_game_that_is_not_evaluated_counts_where_no_evaluation_is_needed() -> None:
-    text = SMALL.replace('"seconds"', '"completeness"').replace("threads = 1", "threads = 1\nevaluate = true")
+    text = SMALL.replace('"seconds"', '"detection_auc"').replace("threads = 1", "threads = 1\nevaluate = true")
     plan = small(text)
     for cell in plan.cells:
         finish(cell, {"helpful_accuracy": 0.5})
         evaluate(cell, {}, config_hash="of another game")
     results = results_of(plan)
     assert results.result("cgc", "helpful_accuracy").summary.n == 2
-    assert results.result("cgc", "completeness").summary.n == 0
+    assert results.result("cgc", "detection_auc").summary.n == 0
     assert "4 of 4 games are not evaluated (cgc seed 0, src seed 0, cgc seed 1, src seed 1)" in cautions(results)[0]
 
 
