@@ -8,15 +8,13 @@ A sample is a whole game with another seed, from the opening of the models to th
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from pathlib import Path
 
-from work import RESULTS, Orders, peak_gb, read_work
+from pvg_grpo_side import main
+from work import RESULTS, Orders, peak_gb
 
-from pvg.bench.runner import on_loop
 from pvg.config.experiment import Experiment
-from pvg.config.load import build_experiment
 from pvg.game.run import play
 from pvg.planning.memory import read_shape
 from pvg.reporting.run_summary import read_run
@@ -46,11 +44,5 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
         seed += 1
 
 
-def main(folder: Path) -> None:
-    orders = Orders()
-    experiment = build_experiment(read_work(folder)["experiment"])
-    on_loop(serve(orders, experiment, folder))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(serve)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -129,11 +129,11 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
                 )
 
 
-def main(folder: Path) -> None:
-    orders = Orders()
-    experiment = build_experiment(read_work(folder)["experiment"])
-    on_loop(serve(orders, experiment, folder))
+def main(serve: Callable[[Orders, Experiment, Path], Coroutine[Any, Any, None]]) -> None:
+    """Answer the orders of the driver, in the folder that it names."""
+    orders, folder = Orders(), Path(sys.argv[1])
+    on_loop(serve(orders, build_experiment(read_work(folder)["experiment"]), folder))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(serve)

@@ -52,6 +52,9 @@ def evaluate(
     fetch(experiment.sources())
     fetch({"models.prover.source": reader or ""})
     announce_loading()
+    from pvg.planning.evaluation import evaluation_says
+
+    say(evaluation_says(experiment, wanted, numbers or range(experiment.game.rounds), say))
 
     async def work(observer: RunDisplay, stop: asyncio.Event) -> EvaluationOutcome:
         from pvg.evaluation.runner import evaluate as measure

@@ -97,7 +97,7 @@ def _beside(page: Path) -> Path:
 
 @user_paths()
 def opened(targets: list[str], runs: Path) -> list[RunDirectory]:
-    """The runs of a command. Raises UsageError for a name that is none, or that is given twice."""
+    """The runs that a command names. Raises UsageError for an unknown name, and for one that is given twice."""
     from pvg.store.run_directory import RunDirectory
 
     for target in targets:

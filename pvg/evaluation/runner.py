@@ -103,7 +103,7 @@ READ = 256  # helpful solutions that a reader reads, about: as many of each prob
 LOCALISED = 256  # most flawed solutions of a round that are scored step by step; each costs a pass per step
 # Raised when a measure's definition changes. Earlier measurements are then stale; samples and attackers, which took
 # hours, are kept.
-MEASURED = 2
+MEASURED = 3
 
 
 def bootstrap(context: EvaluationContext, problems: int) -> Float64:

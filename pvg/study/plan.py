@@ -48,7 +48,6 @@ from pvg.telemetry.waits import usable_cores
 
 if TYPE_CHECKING:
     from pvg.hub import Say
-    from pvg.planning.plan import ExperimentPlan
 
 OF_AN_EVALUATION = ("evaluate", "serving", "telemetry")  # sections that `pvg evaluate` may set for a complete run
 
@@ -485,12 +484,18 @@ def _first_game(plan: StudyPlan, arm: Arm) -> Experiment | None:
 def costs_of(plan: StudyPlan, gpu: str, price: float | None, say: Say) -> list[dict[str, Any]]:
     """For each arm: estimated hours of all its seeds on a GPU that `pvg plan` knows, if no attack ends early; money at
     a `price` per hour; the peak of memory. Raises UsageError for another GPU, and the errors of `read_shape`."""
+    from pvg.planning.evaluation import evaluation_s
     from pvg.planning.plan import plan_here
 
     found: list[dict[str, Any]] = []
     for arm in plan.arms:
         made, seeds = plan_here(arm.experiment, say, gpu=gpu), len(plan.seeds)
-        game, evaluation = (seeds * seconds / 3600 for seconds in (made.run_s, _evaluation_s(plan, arm, made)))
+        evaluation = 0.0
+        if plan.evaluate is not None and arm.evaluated is not None:
+            parts = plan.evaluate.parts or default_parts(arm.evaluated)
+            numbers = plan.evaluate.numbers(arm.experiment.game.rounds)
+            evaluation = seeds * evaluation_s(arm.evaluated, parts, numbers, made) / 3600
+        game = seeds * made.run_s / 3600
         hours: dict[str, Any] = {
             "arm": arm.name,
             "game_hours": game,
@@ -501,29 +506,3 @@ def costs_of(plan: StudyPlan, gpu: str, price: float | None, say: Say) -> list[d
         notes, money = [*made.notes, *made.memory_advice], None if price is None else (game + evaluation) * price
         found.append(hours | {"money": money, "peak_gb": peak_gb, "fits": fits, "notes": notes})
     return found
-
-
-def _evaluation_s(plan: StudyPlan, arm: Arm, made: ExperimentPlan) -> float:
-    """Samples, attacks and the correctness baseline. Scores and measures take little beside them."""
-    if plan.evaluate is None or arm.evaluated is None:
-        return 0.0
-    from pvg.evaluation.runner import READ
-    from pvg.evaluation.training import baseline_experiment
-    from pvg.traces.measures import SHARES
-
-    section, training = arm.evaluated.evaluate, arm.evaluated.training
-    parts = plan.evaluate.parts or default_parts(arm.evaluated)
-    numbers = plan.evaluate.numbers(arm.experiment.game.rounds)
-    samples, step_s = section.problems * section.samples, made.step_s
-    sampled = 2 * samples * (1 + (max(numbers) + 1 if "detection" in parts else len(numbers)))
-    found = 0.0
-    if "exploit" in parts:
-        attacks = len(numbers) * len(attack_kinds(arm.evaluated))
-        found += attacks * section.attack_steps * step_s * (section.attack_groups or training.groups) / training.groups
-        sampled += samples * (attacks + len(numbers))
-    if "tax" in parts:
-        found += baseline_experiment(arm.evaluated).training.steps * step_s
-        sampled += samples * (section.baseline_probes + 1)
-    if "legibility" in parts:  # a reader writes an answer for SR, without reasoning, and after each share of it
-        sampled += 2 * len(numbers) * READ * (2 + len(SHARES))
-    return found + sampled * made.bounds.sampling_s / made.work.rollouts

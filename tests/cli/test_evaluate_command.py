@@ -65,6 +65,7 @@ def test_train_then_evaluate_then_report(small_game: Path) -> None:
     shutil.copytree(small_game, "runs")
     called = pvg("evaluate", "modchain", "--parts", "exploit,detection", *LITTLE, "--json")
     assert called.code == 0, called.err
+    assert re.search(r"about \d.* GB of memory", called.err.partition("begins")[0])  # before anything is sampled
     begun = re.findall(r"(part \d of \d, [\w ]+): (\w+) begins", called.err)
     measured = "part 3 of 3, attacks and measures of round 0"
     assert begun[0] == ("part 1 of 3, samples of the base prover", "sampling")

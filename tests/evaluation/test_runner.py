@@ -142,7 +142,7 @@ def test_another_definition_makes_measures_stale_and_keeps_samples_and_attackers
     measured: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = copy_of(measured, tmp_path)
-    monkeypatch.setattr(runner, "MEASURED", 3)
+    monkeypatch.setattr(runner, "MEASURED", runner.MEASURED + 1)
     outcome, _ = evaluated(run, evaluated_experiment(), parts=("best-of-n",))
     assert "calibration of round 0" in outcome.report.stale
     (found,) = outcome.report.rounds

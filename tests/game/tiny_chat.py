@@ -26,7 +26,7 @@ def chatting(*words: str) -> Tokenizer:
     return Tokenizer(fast, "chatting")
 
 
-# A task of one's own, in words.
+# A task in a Python file, with its own words in the prompts.
 SUMS = """
 from pvg.records import Grade, Problem, Role, Wording
 
