@@ -72,14 +72,9 @@ def check(
             _tell_of_chat_templates(experiment, models)
     failed = [each.name for each in checks if each.passed is False]
     if as_json:
-        facts: dict[str, Any] = {
-            "task": experiment.task.kind,
-            "passed": not failed,
-            "preview": shown,
-            "notice": missing,
-        }
-        facts |= {"name": experiment.name, "hash": experiment.hash(), "warnings": warnings, "needs": needs}
-        emit({**facts, "checks": [each.plain() for each in checks]})
+        found = {"task": experiment.task.kind, "passed": not failed, "preview": shown, "notice": missing}
+        facts = {"name": experiment.name, "hash": experiment.hash(), "warnings": warnings, "needs": needs}
+        emit({**found, **facts, "checks": [each.plain() for each in checks]})
     else:
         _print(needs, checks, shown, missing)
     if failed:
@@ -151,9 +146,8 @@ def _tell_of_chat_templates(experiment: Experiment, models: PlayerModels | None)
     if not models.prover.tokenizer.takes_system_message:
         template = f"The chat template of {models.prover.name} has no place for a system message"
         say(f"{template}, so the instructions begin the first user message.")
-    for name in sorted(
-        {each.name for each in (models.prover, models.verifier) if each.tokenizer.layout(("user",)).parts}
-    ):
+    parts = {each.name for each in (models.prover, models.verifier) if each.tokenizer.layout(("user",)).parts}
+    for name in sorted(parts):
         say(f"The chat template of {name} reads only lists of parts, so each message becomes a list of one text.")
 
 

@@ -72,15 +72,8 @@ def drawn(axis: MetricAxis, charts: Iterable[ChartOf], extra: Mapping[str, Chart
 def _chart(axis: MetricAxis, of: ChartOf, more: Sequence[ChartLine]) -> Markup:
     looks = [line.split() for line in of.lines.split(",") if line.strip()]
     lines = [axis.line(metric, metric_display(metric).label, *look) for metric, *look in looks]
-    return line_chart(
-        of.title,
-        [*lines, *more],
-        axis.across(),
-        of.style or metric_display(looks[0][0]).style,
-        zero=of.zero,
-        references=of.at,
-        whole=of.whole,
-    )
+    style = of.style or metric_display(looks[0][0]).style
+    return line_chart(of.title, [*lines, *more], axis.across(), style, zero=of.zero, references=of.at, whole=of.whole)
 
 
 # --- learning ----------------------------------------------------------------------------------------------------
@@ -134,14 +127,8 @@ def _other_charts(steps: StepAxis) -> list[Markup]:
     names = {name for found in steps.rounds.values() for step in found for name in step.metrics}
     colour, unit = ("ink", "prover") if steps.phase == PROVER else ("verifier", "verifier")
     return [
-        line_chart(
-            metric_display(name).label,
-            [steps.line(name, metric_display(name).label, colour)],
-            steps.across(),
-            metric_display(name).style,
-            unit=unit,
-        )
-        for name in sorted(names - elsewhere)
+        line_chart(shown.label, [steps.line(name, shown.label, colour)], steps.across(), shown.style, unit=unit)
+        for name, shown in ((name, metric_display(name)) for name in sorted(names - elsewhere))
     ]
 
 
