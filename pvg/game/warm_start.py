@@ -171,7 +171,7 @@ def _demonstration(row: object, place: str) -> Demonstration:
 def _text(row: dict[str, object], column: str, place: str) -> str:
     value = row.get(column)
     if column not in row:
-        raise no_column(row, column, place)
+        raise no_column(row, {column: ""}, place)
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ConfigurationError(
             f"{place}: the column {column!r} is {shortened(repr(value))}, not a text.",

@@ -203,12 +203,12 @@ def _values(column: ChunkedArray, place: str) -> list[object]:
         raise ConfigurationError(f"{place} cannot be read ({error}).", "Write the column as text in UTF-8.") from None
 
 
-def no_column(row: Mapping[str, object], column: str, place: str, key: str = "") -> ConfigurationError:
-    """The error for a row without a column. `key`: the setting that names the column."""
-    there = shortened(", ".join(map(str, row)))
-    return ConfigurationError(
-        f"{place}: there is no column {column!r}.", f"Correct the row{key and f', or set {key}'}. The row has: {there}."
-    )
+def no_column(row: Mapping[str, object], names: Mapping[str, str], place: str) -> ConfigurationError:
+    """The error for a row without columns. `names`: of each column the setting that names it; "" for a fixed name."""
+    named = " ".join(f"-s {key}=NAME" for key in names.values() if key)
+    there, remedy = shortened(", ".join(map(str, row))), f"Correct the row{named and f', or name the column: {named}'}."
+    missing = " or ".join(map(repr, names))
+    return ConfigurationError(f"{place}: there is no column {missing}, but: {there}.", remedy)
 
 
 def _refuse_gaps(files: Sequence[Path]) -> None:
@@ -460,6 +460,8 @@ class DataRow(NamedTuple):
 class Data:
     """The task of one section. Reads the files once, when problems are first needed."""
 
+    KEYS = "task.question", "task.answer"  # name the columns
+
     def __init__(self, section: DataTask) -> None:
         """Raises MissingRequirementError if `task.path` is not set or a file is missing, and errors of
         pvg.hub.fetch."""
@@ -548,6 +550,9 @@ class Data:
     def _fields(self, row: object, place: str) -> tuple[str, str]:
         if not isinstance(row, dict):
             raise ConfigurationError(f"{place}: not a JSON object.", 'Write {"question": ..., "answer": ...}.')
+        names = dict(zip((self._section.question, self._section.answer), self.KEYS, strict=True))
+        if missing := {name: key for name, key in names.items() if name not in row}:
+            raise no_column(row, missing, place)
         question = _text(row, self._section.question, "task.question", place)
         if len(question) > LONGEST_QUESTION:
             raise ConfigurationError(
@@ -567,8 +572,6 @@ class Data:
 
 def _text(row: dict[str, object], column: str, key: str, place: str) -> str:
     """The text of a column. Answers may be numbers."""
-    if column not in row:
-        raise no_column(row, column, place, key)
     value = row[column]
     complaint = ""
     if isinstance(value, bool) or value is None:
@@ -622,6 +625,8 @@ GSM8K_REMEDY = (
 
 class Gsm8k(Data):
     """The GSM8K task of one section. Its problems have the published `solution` in their metadata."""
+
+    KEYS = "", ""
 
     def __init__(self, section: Gsm8kTask) -> None:
         """Raises MissingRequirementError if `task.path` is not set or a file is missing, and errors of

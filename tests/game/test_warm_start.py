@@ -281,7 +281,7 @@ def test_a_changed_file_is_refused_while_the_warm_start_runs(folder: Path) -> No
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ('{"question": "7?"}\n', "line 1: there is no column 'solution'. Correct the row. The"),
+        ('{"question": "7?"}\n', "line 1: there is no column 'solution', but: question. Correct the row."),
         ('{"question": "7?", "solution": 7}\n', "line 1: the column 'solution' is 7, not a text."),
         ('{"question": "7?", "solution": "A", "role": "liar"}\n', "line 1: the column 'role' is 'liar'."),
         ("\n", "has no rows."),

@@ -69,7 +69,7 @@ def test_a_repeated_question_is_one_problem_unless_the_answers_differ(write):
     [
         ('{"question": "How', "not valid JSON"),
         ("[1]", "not a JSON object"),
-        ('{"question": "How?"}', "there is no column 'answer'"),
+        ('{"question": "How?"}', r"there is no column 'answer', but: question\. Correct the row\.$"),
         (line("How?", "It is 7"), "does not end in '#### NUMBER'"),
         (line("How?", "#### many"), "does not end in '#### NUMBER'"),
     ],
