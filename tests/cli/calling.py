@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,24 @@ def pvg(*arguments: str) -> Called:
 def pvg_process(*arguments: str, **options: Any) -> Called:
     done = subprocess.run([*ENTRY, *arguments], capture_output=True, text=True, check=False, timeout=600, **options)
     return Called(arguments, done.returncode, done.stdout, done.stderr)
+
+
+@contextlib.contextmanager
+def pvg_serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """The process of a command that serves until it is stopped, which the end of the block kills, and the document that
+    it has printed."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*ENTRY, *arguments], stdout=pipe, stderr=pipe, text=True, process_group=0)
+    try:
+        assert process.stdout is not None
+        text = ""
+        while not text.endswith("\n}\n") and (line := process.stdout.readline()):
+            text += line
+        assert text, process.stderr.read() if process.stderr else ""
+        yield process, Called(arguments, 0, text, "").document
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def fill(writer: int) -> None:

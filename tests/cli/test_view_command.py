@@ -15,11 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
-from calling import ENTRY, pvg
+from calling import pvg, pvg_serving
 from run_samples import begin, commit, played, rollout, state, step, tell
-from shipped_schemas import check_document
 
 from pvg.records import Role
 from pvg.store.run_directory import RunDirectory
@@ -62,27 +60,8 @@ class Following:
 
 @contextmanager
 def following(name: str) -> Iterator[Following]:
-    process = subprocess.Popen(
-        [*ENTRY, "view", name, "--live", "--port", "0", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
-    try:
-        assert process.stdout is not None
-        text = ""
-        for line in process.stdout:
-            text += line
-            if line == "}\n":
-                break
-        assert text, process.stderr.read() if process.stderr else ""
-        document = orjson.loads(text)
-        check_document(("view", "--live"), document)
-        yield Following(process, document)
-    finally:
-        process.kill()
-        process.communicate()
+    with pvg_serving("view", name, "--live", "--port", "0", "--json") as served:
+        yield Following(*served)
 
 
 def test_the_newest_run_is_shown_and_its_pages_are_written() -> None:

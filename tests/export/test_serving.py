@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
-from calling import ENTRY, pvg
-from shipped_schemas import check_document
+from calling import pvg, pvg_serving
 from typer.testing import CliRunner
 
 from pvg.api import Run
@@ -49,31 +48,13 @@ def wanted(run: Run) -> list[float]:
 
 @pytest.fixture(scope="module")
 def url(run: Run) -> Iterator[str]:
-    process = subprocess.Popen(
-        [*ENTRY, "serve", "mine", "--player", "verifier", "--port", "0", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
-    try:
-        assert process.stdout is not None
-        text = ""
-        for line in process.stdout:
-            text += line
-            if line.startswith("}"):
-                break
-        document = json.loads(text)
-        check_document(("serve", "--player"), document)
+    with pvg_serving("serve", "mine", "--player", "verifier", "--port", "0", "--json") as (process, document):
         yield document["url"]
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 130
         assert "Stopped. The run is not affected." in errors
         assert "Traceback" not in errors
-    finally:
-        process.kill()
-        process.wait()
 
 
 def post(address: str, body: Any, **headers: str) -> tuple[int, Any]:
