@@ -321,20 +321,20 @@ def _curve(measure: MeasureRecord, results: StudyResults, keys: dict[str, Legend
     title, style = measure.label[0].upper() + measure.label[1:], cast(NumberStyle, measure.style)
     if limit is None:
         return line_chart(title, lines, across, style)
-    note = "Rounds with values that were not found show the median. A median that was not found is drawn at the limit."
-    references = [ReferenceLine(limit, "limit")]
+    note = "Medians and ranges over the seeds. Values that were not found are larger than the limit, and drawn there."
+    references = [ReferenceLine(limit, "limit: not found")]
     return line_chart(title, lines, across, style, references=references, note=note)
 
 
 def _line(result: MeasureResult, key: LegendKey, limit: float | None) -> ChartLine:
-    """A round with censored values shows its median, without a band; at the limit if the median is censored too."""
+    """Means with their intervals. If a value of the measure is censored, above `limit`: medians with their ranges."""
     points, spread = [], []
     for place, found in enumerate(result.rounds):
-        middle = (limit if found.median is None else found.median) if found.censored else found.mean
-        if middle is not None:
+        if found.n:
+            low, high = (found.low, found.high) if found.low is not None else (found.minimum, found.maximum)
+            ends = (low, found.mean, high) if limit is None else (found.minimum, found.median, found.maximum)
+            low, middle, high = (cast(float, limit if end is None else end) for end in ends)
             points.append((float(place), middle))
-        low, high = (found.low, found.high) if found.low is not None else (found.minimum, found.maximum)
-        if low is not None and high is not None and not found.censored:
             spread.append((float(place), low, high))
     return ChartLine(key.label, [points], key.style, key.dash, dots=True, spread=spread)
 

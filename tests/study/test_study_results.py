@@ -151,7 +151,8 @@ def test_censored_values_reach_the_tables() -> None:
         found = cell.arm == "cgc" and cell.seed < 2
         finish(cell, {"helpful_accuracy": 0.5}, {"helpful_accuracy": 0.6})
         last = {"exploit": [attack("src", 40 + cell.seed if found else 200, found=found), *OTHERS]}
-        evaluate(cell, {"exploit": [attack("src", 200, found=False), *OTHERS]}, last)
+        first = attack("src", (10, 45, 60)[cell.seed], found=True)
+        evaluate(cell, {"exploit": [first, *OTHERS]}, last)
     results = results_of(plan)
     summary = results.result("cgc", "steps_to_exploit_src").summary
     assert (summary.mean, summary.median, summary.censored) == (None, 41, pytest.approx(1 / 3))
@@ -166,9 +167,14 @@ def test_censored_values_reach_the_tables() -> None:
     assert lines[-1].startswith("small,src,2,steps_to_exploit_src,1,200.0,1,")
     page = check(study_page(results))
     assert "count as larger than all others" in page.text
-    assert "A median that was not found is drawn at the limit." in page.text
     (label,) = [str(found["aria-label"]) for _, found in page.tags if "Steps to" in str(found.get("aria-label"))]
     assert label == "Steps to exploit, src: cgc ends at 41, src ends at 200"
+    (steps,) = [chart for chart in page.charts if chart["references"]]
+    assert [line["y"] for line in steps["series"]] == [[45.0, 41.0], [45.0, 200.0]]  # medians in every round
+    assert [(band["low"], band["high"]) for band in steps["intervals"]] == [
+        ([10.0, 40.0], [60.0, 200.0]),
+        ([10.0, 200.0], [60.0, 200.0]),
+    ]
 
 
 # --- words and pages -------------------------------------------------------------------------------------------------
