@@ -278,7 +278,7 @@ def show(round_: str, row: dict[str, float], started: float) -> None:
     """Print a row of the table, and its head above the first one."""
     if round_ == "base":
         print("round", *(f"{name:>18}" for name in row), "  seconds", sep="")
-    cells = [f"{value:18.2f}" for value in row.values()]
+    cells = [f"{value:18.2f}" if name == "AUC" else f"{100 * value:16.1f} %" for name, value in row.items()]
     print(f"{round_:<5}", *cells, f"{time.perf_counter() - started:9.0f}", sep="", flush=True)
 
 

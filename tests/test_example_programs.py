@@ -31,7 +31,8 @@ def test_the_game_in_one_file_is_played(monkeypatch: pytest.MonkeyPatch, capsys:
     titles = ["helpful accuracy", "sneaky error rate", "fooled rate", "AUC"]
     assert [head[i : i + 18].strip() for i in range(5, 77, 18)] == titles
     assert [row.split()[0] for row in rows] == ["base", "0", "1"]
-    assert all(0.0 <= float(cell) <= 1.0 for row in rows for cell in row.split()[1:3])
+    shares = [row[at : at + 18].removesuffix(" %") for row in rows for at in (5, 23)]
+    assert all(0.0 <= float(share) <= 100.0 for share in shares)
 
 
 def test_the_game_in_one_file_can_be_read_in_one_sitting() -> None:

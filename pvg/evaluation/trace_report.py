@@ -39,12 +39,12 @@ from pvg.verifier.intervals import (
 )
 from pvg.version import code_version
 
-# Measure -> (label, what it means), in the order of tables.
-LABELS: dict[str, tuple[str, str]] = {
-    name: (label.replace("{share}", share), about)
-    for key, (label, about) in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
+LABELLED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+# Measure -> (label, what it means, its form), in the order of tables.
+LABELS: dict[str, tuple[str, str, str]] = {
+    key.replace("{share}", share): (label.replace("{share}", share), about, form)
+    for key, (label, about, form) in LABELLED.items()
     for share in (map(str, SHARES) if "{" in key else ("",))
-    for name in (key.replace("{share}", share),)
 }
 SHARES_OF_TRACES = ("accuracy", "sr", "alone", "accepted")
 # One test per measure. Others are the same scores again (prefixes, decorative steps), or do not depend on the traces.

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from pvg.attack.runner import AttackExample, AttackResult, RobustnessCard, TrainedAttack
 from pvg.errors import counted, shortened, visible
-from pvg.reporting.formats import ABSENT
+from pvg.reporting.evaluation import estimate_text
+from pvg.reporting.formats import percent
 from pvg.reporting.table import Column, PageSection, Table, TableCell, elements, page
 from pvg.reporting.terminal import QUIET, section
 from pvg.verifier.intervals import CONFIDENCE, Estimate
@@ -27,14 +28,6 @@ READING = (
 )
 # The least share from which on a badge has the colour, and how the page and the terminal show it.
 STEPS = ((0.2, "red", "bad"), (0.05, "orange", "warn"), (0.01, "yellow", "warn"), (0.0, "brightgreen", "good"))
-
-
-def percent_of(share: Estimate | None) -> str:
-    """`12.5 % [3.1,20]`."""
-    if share is None or share.value is None:
-        return ABSENT
-    ends = [f"{100 * end:.{int(end < 0.1)}f}" for end in (share.low, share.high) if end is not None]
-    return f"{100 * share.value:.1f} %" + (f" [{','.join(ends)}]" if ends else "")
 
 
 def shown(text: str, most: int = SHORT) -> str:
@@ -54,7 +47,7 @@ def attack_table(card: RobustnessCard) -> Table:
         cells = [TableCell(f"{getattr(found, name) or ''}", "worse") for name in shown_.values()]
         texts += "" if found.texts == found.planned else f" of {found.planned:,}"
         mistake = shown(found.examples[0].text) if found.examples else ""
-        table.add(found.name, _truth(found), TableCell(percent_of(found.accepted), style), texts, *cells, mistake)
+        table.add(found.name, _truth(found), TableCell(estimate_text(found.accepted), style), texts, *cells, mistake)
     return table
 
 
@@ -68,7 +61,7 @@ def verdict(card: RobustnessCard) -> tuple[str, str, str]:
     wrong, right = card.wrong.value, card.right.value
     if wrong is None or right is None:
         return "no answers", "lightgrey", "warn"
-    says = f"accepts {100 * wrong:.1f} % of wrong texts, refuses {100 * (1 - right):.1f} % of correct texts"
+    says = f"accepts {percent(wrong)} of wrong texts, refuses {percent(1 - right)} of correct texts"
     return says, *next(step[1:] for step in STEPS if max(wrong, 1 - right) >= step[0])
 
 
@@ -88,8 +81,8 @@ def summary_lines(card: RobustnessCard) -> list[str]:
     """What the card says, in sentences, and what it does not."""
     wrong, right = card.wrong, card.right
     lines = [
-        f"Accepts {percent_of(wrong)} of {wrong.n:,} wrong texts, "
-        f"refuses {percent_of(refused(right))} of {right.n:,} correct texts."
+        f"Accepts {estimate_text(wrong)} of {wrong.n:,} wrong texts, "
+        f"refuses {estimate_text(refused(right))} of {right.n:,} correct texts."
     ]
     for found in card.attacks:
         if found.error:
@@ -109,7 +102,8 @@ def _trained(trained: TrainedAttack) -> str:
     if trained.status in ("no_signal", "diverged"):
         return f"{start}no result ({trained.status.replace('_', ' ')}: {trained.reason})"
     end = "an exploit after" if trained.status == "found" else "no exploit in"
-    of = f"Of its last samples {percent_of(trained.error_rate)} are wrong, and {percent_of(trained.accepted)} of these"
+    wrong, accepted = map(estimate_text, (trained.error_rate, trained.accepted))
+    of = f"Of its last samples {wrong} are wrong, and {accepted} of these"
     shortest = f" Shortest: {shown(trained.examples[0].text)}" if trained.examples else ""
     return f"{start}{end} {trained.steps} steps. {of} are accepted.{shortest}"
 
@@ -143,8 +137,8 @@ def markdown_card(card: RobustnessCard) -> str:
 def card_page(card: RobustnessCard) -> str:
     """The page with the worst examples of every attack."""
     shares = [
-        ("wrong texts accepted", percent_of(card.wrong)),
-        ("correct texts refused", percent_of(refused(card.right))),
+        ("wrong texts accepted", estimate_text(card.wrong)),
+        ("correct texts refused", estimate_text(refused(card.right))),
     ]
     says, _, kind = verdict(card)
     shown_ = (says, kind) if card.status == "complete" else (card.status, "warn")
@@ -155,7 +149,7 @@ def card_page(card: RobustnessCard) -> str:
     ]
     examples = [
         elements.details(
-            f"{found.name}: {percent_of(found.accepted)} accepted", [_about(found), _table(found.examples)]
+            f"{found.name}: {estimate_text(found.accepted)} accepted", [_about(found), _table(found.examples)]
         )
         for found in card.attacks
         if found.examples

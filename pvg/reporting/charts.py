@@ -44,7 +44,7 @@ class ReferenceLine(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class XAxis:
     """The x axis: its ends and its label. `ticks`: (place, label); empty: round numbers. `bands`: (start, end, name) of
-    named ranges, such as rounds. `marks`: (place, label) of vertical lines."""
+    named ranges, such as rounds. `marks`: (place, label) of vertical lines. `style`: of its numbers."""
 
     low: float
     high: float
@@ -52,6 +52,7 @@ class XAxis:
     ticks: Sequence[tuple[float, str]] = ()
     bands: Sequence[tuple[float, float, str]] = ()
     marks: Sequence[tuple[float, str]] = ()
+    style: NumberStyle = "number"
 
 
 def round_axis(numbers: Sequence[int], *, base: bool = False, margin: float = 0.25) -> XAxis:

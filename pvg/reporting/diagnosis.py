@@ -28,7 +28,7 @@ from rich.text import Text
 
 from pvg.config.experiment import Experiment
 from pvg.errors import UsageError, counted
-from pvg.reporting.formats import duration, short_seconds
+from pvg.reporting.formats import duration, percent, short_seconds
 from pvg.reporting.run_summary import RunSummary, SamplerReading, read_run
 from pvg.reporting.table import Column, Table
 from pvg.reporting.terminal import HEADING, QUIET, pairs, section
@@ -502,10 +502,6 @@ def diagnose(run: RunDirectory, limits: LagLimits = LAG_LIMITS) -> Diagnosis:
         steps_s=times.phases,
         notes=tuple(times.summary.notes),
     )
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1f}%"
 
 
 # --- on the terminal --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +20,7 @@ from pvg.errors import counted
 from pvg.evaluation.report import AttackCheck, AttackRecord, BestOfNCurves, EvaluationReport, PolicyDistance
 from pvg.records import BASE_SOURCE, Role, source_of_round
 from pvg.reporting.charts import ChartLine, HeatCell, Interval, ReferenceLine, XAxis, line_chart, round_axis
-from pvg.reporting.formats import ABSENT
+from pvg.reporting.formats import ABSENT, change_text, percent
 from pvg.reporting.solutions import Example, shown_solution
 from pvg.reporting.table import Column, PageSection, Table, TableCell, TemplateMacros, Where, chart, elements
 from pvg.reporting.terminal import FEW, QUIET, examples_list, section
@@ -124,6 +125,7 @@ class EvaluationTable(NamedTuple):
     examples: Sequence[Example] = ()
 
 
+FORMS: dict[str, Callable[[float], str]] = {"%": percent, "pp": partial(change_text, "share")}
 Value = Estimate | float | str | None  # of a cell
 Rows = Iterator[Sequence[Value]]
 
@@ -137,27 +139,29 @@ def _tables(report: EvaluationReport) -> Iterator[EvaluationTable]:
         ]
         table = Table(columns, narrow=True)
         for row in ROWS[spec["rows"]](report):
-            table.add(*(_cell(value, int(part[3] or 2)) for value, part in zip(row, parts, strict=True)))
+            table.add(*(_cell(value, part[3] or "2") for value, part in zip(row, parts, strict=True)))
         if spec["rows"] == "localisation" and not table and any(found.localisation for found in report.rounds):
             table.caption = "Not known by this task."
         examples = attack_examples(report) if spec["rows"] == "kinds" else []
         yield EvaluationTable(spec["title"], table, spec["reading"], examples)
 
 
-def _cell(value: Value, digits: int) -> str | TableCell:
+def _cell(value: Value, form: str) -> str | TableCell:
     """A number of few samples is greyed."""
-    text = estimate_text(value, digits)
+    text = estimate_text(value, form)
     return TableCell(text, "quiet") if isinstance(value, Estimate) and value.n < FEW else text
 
 
-def estimate_text(value: Value, digits: int) -> str:
-    """`0.91 [0.88,0.94]`; a dash is a missing value. Brackets contain no blank, so that a narrow cell breaks before."""
-    if value is None or (isinstance(value, Estimate) and value.value is None):
-        return ABSENT
+def estimate_text(value: Value, form: str = "%") -> str:
+    """`91.4 % [88,94]`. `form`: % for a share, pp for a difference of shares, otherwise the number of digits. A dash is
+    a missing value. Brackets contain no blank, so that a narrow cell breaks before."""
     if isinstance(value, Estimate):
-        reach = ABSENT if value.low is None or value.high is None else f"{value.low:.{digits}f},{value.high:.{digits}f}"
-        return f"{value.value:.{digits}f} [{reach}]"
-    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+        ends = [end for end in (value.low, value.high) if end is not None]
+        reach = [f"{100 * end:.{int(abs(end) < 0.1)}f}" if form in FORMS else f"{end:.{form}f}" for end in ends]
+        return ABSENT if value.value is None else f"{estimate_text(value.value, form)} [{','.join(reach) or ABSENT}]"
+    if isinstance(value, float):
+        return FORMS[form](value) if form in FORMS else f"{value:.{form}f}"
+    return ABSENT if value is None else str(value)
 
 
 def _attacks(report: EvaluationReport) -> Iterator[tuple[int, AttackRecord]]:
@@ -243,7 +247,7 @@ def _tax(report: EvaluationReport) -> Rows:
     found += [(f"baseline {point.name}", point, "") for point in (report.baseline.points if report.baseline else ())]
     for tax in filter(None, (round_.tax for round_ in report.rounds)):
         bound = not tax.in_range and tax.tax.value is not None
-        found.append((tax.policy.name, tax.policy, f"≥ {estimate_text(tax.tax, 2)}" if bound else tax.tax))
+        found.append((tax.policy.name, tax.policy, f"≥ {estimate_text(tax.tax, 'pp')}" if bound else tax.tax))
     yield from ((name, point.kl, point.kl_per_token, point.accuracy, cost) for name, point, cost in found)
 
 
@@ -358,7 +362,7 @@ def _roc_chart(report: EvaluationReport) -> Markup:
         ChartLine(flaws.source, [flaws.roc], f"run-{place % SHADES}", "dashed" if place >= SHADES else "")
         for place, flaws in enumerate(sources)
     ]
-    x = XAxis(0.0, 1.0, "false-positive rate")
+    x = XAxis(0.0, 1.0, "false-positive rate", style="share")
     return line_chart(f"ROC of round {last}, by source of flaws", lines, x, "share", unit="true-positive rate")
 
 
@@ -405,7 +409,7 @@ def _reliability_chart(report: EvaluationReport) -> Markup:
     ):
         if errors is not None:
             lines.append(_line(name, style, [(one.predicted, one.correct) for one in errors.bins]))
-    x = XAxis(0.0, 1.0, "predicted")
+    x = XAxis(0.0, 1.0, "predicted", style="share")
     return line_chart(f"Reliability, round {last}", lines, x, "share", unit="correct, by predicted probability")
 
 
@@ -422,11 +426,11 @@ def _tax_chart(report: EvaluationReport) -> Markup:
     return line_chart("Accuracy at a KL", lines, x, "share", unit="helpful accuracy on test problems")
 
 
-# The heat maps of cross-play: title, unit, field, the value without colour, colours above and below it.
-CROSS_MAPS: Sequence[tuple[str, str, str, float, str, str]] = (
-    ("Fooled rate", "flaws that the verifier accepts", "fooled_rate", 0.0, "sneaky", "sneaky"),
-    ("AUC", "correct against incorrect solutions; 0.5 is chance", "auc", 0.5, "verifier", "sneaky"),
-    ("Matthews correlation", "of accepted with correct; 0 is chance", "matthews", 0.0, "verifier", "sneaky"),
+# The heat maps of cross-play: title, unit, field, and look: form, value without colour, colours above and below it.
+CROSS_MAPS: Sequence[tuple[str, str, str, tuple[str, float, str, str]]] = (
+    ("Fooled rate", "flaws that the verifier accepts", "fooled_rate", ("%", 0.0, "sneaky", "sneaky")),
+    ("AUC", "correct against incorrect solutions; 0.5 is chance", "auc", ("2", 0.5, "verifier", "sneaky")),
+    ("Matthews correlation", "of accepted with correct; 0 is chance", "matthews", ("2", 0.0, "verifier", "sneaky")),
 )
 CROSS_READING = """
 Below the outlined diagonal a verifier meets provers that it was trained on. On the diagonal it meets the prover that \
@@ -439,17 +443,16 @@ def _cross_maps(report: EvaluationReport) -> list[Markup]:
     if not measured:
         return []
 
-    def cell(round_: int, source: str, value: Estimate, zero: float, above: str, below: str) -> HeatCell:
+    def cell(round_: int, source: str, value: Estimate, form: str, zero: float, above: str, below: str) -> HeatCell:
         off = ((zero if value.value is None else value.value) - zero) / (1.0 - zero)
         of = f"{counted(value.n, 'solution')} of {counted(value.problems, 'problem')}"
-        hint = f"verifier of round {round_}, prover {source}: {estimate_text(value, 2)}, {of}"
-        number = ABSENT if value.value is None else f"{value.value:.2f}"
-        return HeatCell(number, above if off > 0 else below, abs(off), hint, source == source_of_round(round_))
+        hint = f"verifier of round {round_}, prover {source}: {estimate_text(value, form)}, {of}"
+        number, style = estimate_text(value.value, form), above if off > 0 else below
+        return HeatCell(number, style, abs(off), hint, source == source_of_round(round_))
 
     columns = [_prover(one.source) for one in measured[0][1]]
     maps = []
-    for title, unit, name, zero, above, below in CROSS_MAPS:
-        look = zero, above, below
+    for title, unit, name, look in CROSS_MAPS:
         rows = [(str(n), [cell(n, one.source, getattr(one, name), *look) for one in row]) for n, row in measured]
         drawn = chart.heat(title, columns, rows, "prover of round", "verifier of round")
         maps.append(chart.figure(title, drawn, unit))

@@ -31,12 +31,11 @@ def measures_table(report: MeasureReport) -> Table:
     table = Table([*columns, Column("meaning", style="quiet", on="pages" if two else "everywhere")], narrow=True)
     rows = [source.measures for source in report.sources]
     compared = {found.name: found for found in report.comparison}
-    for name, (label, about) in LABELS.items():
-        digits = 0 if name == "characters" else 3
-        cells = [_cell(row.get(name), digits, two) for row in rows]
+    for name, (label, about, form) in LABELS.items():
+        cells = [_cell(row.get(name), form, two) for row in rows]
         if two:
             found = compared.get(name)
-            cells.append(_cell(found.difference if found else None, digits, two))
+            cells.append(_cell(found.difference if found else None, "pp" if form == "%" else form, two))
             p = found.p_adjusted if found else None
             cells.append(TableCell(ABSENT if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001"))
         if any(name in row for row in rows):
@@ -44,10 +43,10 @@ def measures_table(report: MeasureReport) -> Table:
     return table
 
 
-def _cell(value: Estimate | None, digits: int, two: bool) -> TableCell:
+def _cell(value: Estimate | None, form: str, two: bool) -> TableCell:
     """An estimate; with two sources its interval is below it, because three in a line are too wide."""
-    text, _, interval = estimate_text(value, digits).partition(" ")
-    return TableCell(text, below=interval) if two else TableCell(f"{text} {interval}".strip())
+    text, bracket, interval = estimate_text(value, form).partition(" [")
+    return TableCell(text, below=f"{bracket}{interval}".strip()) if two else TableCell(f"{text}{bracket}{interval}")
 
 
 def notes_of(report: MeasureReport) -> list[str]:

@@ -102,7 +102,7 @@ def test_the_first_chart_is_the_fooled_rate_and_an_attack_that_could_not_succeed
     assert "1 attack could not succeed" in page.text
     text = printed(report_of(*attempts), 140)
     assert text.count("no answer") == 1 + 1  # of the table, and of how to read it
-    assert "0.25 [0.00,1.00] 100 > 9" in text
+    assert "25.0 % [0.0,100] 100 > 9" in text
 
 
 def test_each_source_of_flaws_has_a_curve() -> None:
@@ -115,8 +115,8 @@ def test_a_tax_outside_of_the_baselines_kls_is_a_lower_bound_or_has_no_value() -
     policy = PolicyDistance(name="round-000", kl=NUMBER, kl_per_token=NUMBER, accuracy=NUMBER)
     absent = Estimate(value=None, low=None, high=None, n=10, problems=5)
     for tax, in_range, says in (
-        (NUMBER, True, " 0.50 [0.40,0.60] tax:"),
-        (NUMBER, False, " ≥ 0.50 [0.40,0.60] tax:"),
+        (NUMBER, True, " +50.0 pp [40,60] tax:"),
+        (NUMBER, False, " ≥ +50.0 pp [40,60] tax:"),
         (absent, False, " – tax:"),
     ):
         found = TaxRecord(policy=policy, tax=tax, in_range=in_range, kl_range=(0.0, 1.0))
@@ -161,7 +161,7 @@ def test_cross_play_is_a_heat_map_of_verifiers_and_provers() -> None:
     labels = [text.text for text in maps[0].findall("text")]
     assert labels == ["prover of round", "verifier of round", "base", "0", "1", "0", "1"]
     cells = maps[0].findall("g")
-    assert [cell.find("text").text for cell in cells] == ["0.25", "0.50", "1.00", "0.00", "–", "0.75"]
+    assert [cell.find("text").text for cell in cells] == ["25.0 %", "50.0 %", "100 %", "0.0 %", "–", "75.0 %"]
     boxes = [cell.find("rect").attrib for cell in cells]
     depths = [float(box["fill-opacity"]) for box in boxes]
     assert depths[4] == depths[3] == 0.0 < depths[0] < depths[1] < depths[5] < depths[2] < 1.0
@@ -184,6 +184,6 @@ def test_a_correlation_below_chance_has_another_colour_and_a_run_of_one_round_ha
 
 def test_cross_play_on_the_terminal_has_a_row_for_each_pair() -> None:
     text = printed(report_of(crossed(0, 0.25, 0.5, 1.0), crossed(1, 0.0, None, 0.75)))
-    assert "0 base 0.25 [–] 10 0.50 [0.40,0.60] 0.50 [0.40,0.60] 10" in text
+    assert "0 base 25.0 % [–] 10 0.50 [0.40,0.60] 0.50 [0.40,0.60] 10" in text
     assert " 0 – 0 0.50 [0.40,0.60]" in text
     assert heat_maps(report_of(RoundEvaluation(round=0))) == []

@@ -50,7 +50,7 @@
     if (value === null || value === undefined) return "";
     for (const [start, end, name] of x.bands) if (value > start && value <= end) return `${name}, ${digits(value - start, 5)}`;
     const named = x.ticks.find(([at]) => Math.abs(at - value) < 0.2);
-    return named ? named[1] : digits(value, 5);
+    return named ? named[1] : x.style === "share" ? share(value) : digits(value, 5);
   };
   const behind = (spec) => (u) => {
     const { ctx, bbox } = u, { left, top, width, height } = bbox;
@@ -129,7 +129,7 @@
         });
       };
       across.values = (u, places) => places.map((at) => x.ticks.find((one) => one[0] === at)[1]);
-    } else across.values = (u, places) => places.map((at) => Math.abs(at) >= 1000 ? compact(at) : digits(at, 6));
+    } else across.values = (u, places) => places.map((at) => tick[x.style]?.(at) ?? (Math.abs(at) >= 1000 ? compact(at) : digits(at, 6)));
     const up = { ...axis, size: 56, values: (u, places) => places.map((v) => v === null ? null : (tick[y.style] || compact)(v)) };
     if (y.style === "bytes") up.incrs = Array.from({ length: 60 }, (_, power) => 2 ** power);
     const one = (series, number) => ({
