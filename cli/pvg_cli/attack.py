@@ -212,7 +212,7 @@ async def _attacked(
 
     attempts, trained = runner.attempts_of(cases, ATTACKS.values(), seed), None
     with KeptResults(folder / runner.ANSWERS_FILE) as kept:
-        async with open_target(spec) as target:
+        async with open_target(spec, observer.noticed) as target:
             names |= {"target": target.about, "model": target.model}
             runner.refuse_other(folder, names)
             asking = runner.Asking(target, kept)

@@ -20,7 +20,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,8 +87,9 @@ class Target:
 
 
 @asynccontextmanager
-async def open_target(spec: TargetSpec) -> AsyncIterator[Target]:
-    """Raises ConfigurationError for a file that does not load, and UsageError for a URL of no known route."""
+async def open_target(spec: TargetSpec, say: Callable[[str], object] = len) -> AsyncIterator[Target]:
+    """`say`: told what a server is waited for. Raises ConfigurationError for a file that does not load, and UsageError
+    for a URL of no known route."""
     async with AsyncExitStack() as stack:
         if spec.finished is not None:
             scorer = stack.enter_context(spec.finished.scorer())
@@ -105,7 +106,7 @@ async def open_target(spec: TargetSpec) -> AsyncIterator[Target]:
             target.identity = target.identity[:16] + target.imported[:16]
             yield target
         else:
-            yield await HttpTarget.open(spec, stack)
+            yield await HttpTarget.open(spec, stack, say)
 
 
 class ProblemText(str):
@@ -295,7 +296,7 @@ class HttpTarget(Target):
         self._verdicts = re.compile(rf"(?<!\w)(?:{words})(?!\w)", re.IGNORECASE)
 
     @classmethod
-    async def open(cls, spec: TargetSpec, stack: AsyncExitStack) -> HttpTarget:
+    async def open(cls, spec: TargetSpec, stack: AsyncExitStack, say: Callable[[str], object]) -> HttpTarget:
         from pvg.traces.http_client import OpenAiClient, check_url
 
         check_url(spec.name)
@@ -304,7 +305,7 @@ class HttpTarget(Target):
         if route is None:
             raise UsageError(f"{url} is no route that pvg can attack.", f"Give a URL that ends in one of {routes}.")
         model = spec.model or ("" if route == CHAT else "-")  # "" asks the server for its only one
-        options: dict[str, Any] = {"key_variable": spec.key_variable, "timeout_s": spec.limit_s + 5.0}
+        options: dict[str, Any] = {"key_variable": spec.key_variable, "timeout_s": spec.limit_s + 5.0, "say": say}
         opened = OpenAiClient.open(url.removesuffix(CHAT), model, concurrency=spec.concurrency or 8, **options)
         client = await stack.enter_async_context(opened)
         client.retries = RETRIES

@@ -352,7 +352,8 @@ class RoundParts:
 
             context.observer.phase_started(info)
             loaded, kept = LoadedTraces(wanted.name, "run", traces, []), context.folder / "reading.jsonl"
-            found = await legibility(loaded, reader, kept, context.experiment.rollout.max_tokens, told)
+            limit, say = context.experiment.rollout.max_tokens, context.observer.noticed
+            found = await legibility(loaded, reader, kept, limit, told, say)
             context.observer.phase_finished(info, {})
             return found.plain()
 

@@ -20,6 +20,7 @@ from pvg.config.base import StrictRecord
 from pvg.errors import UsageError
 from pvg.evaluation.measures import FOLDS, NGRAMS, features, folds_of, matthews_of, probe
 from pvg.evaluation.report import JudgeAtStep, SourceRecord
+from pvg.traces.http_client import Say
 from pvg.traces.kept_results import KeptResults
 from pvg.traces.loaders import LoadedTraces, Trace
 from pvg.traces.measures import SHARES, MeasuredTrace, OtherModel, UnreadableTraces, measured
@@ -160,12 +161,12 @@ LEGIBILITY = ("cir", "sr", "transfer")  # what `pvg evaluate` asks a reader
 
 
 async def legibility(
-    loaded: LoadedTraces, reader: str, kept: Path, max_tokens: int, told: Callable[[str, int, int], None]
+    loaded: LoadedTraces, reader: str, kept: Path, max_tokens: int, told: Callable[[str, int, int], None], say: Say
 ) -> SourceRecord:
     """The report of traces that `reader` reads (see `open_reader`). What it has read is kept in the file `kept`. Traces
     that it cannot read have the other measures."""
     try:
-        async with open_reader(reader) as opened:
+        async with open_reader(reader, say=say) as opened:
             with KeptResults(kept) as results:
                 return summarised(loaded, await measured(loaded, opened, results, LEGIBILITY, max_tokens, told))
     except OtherModel as error:

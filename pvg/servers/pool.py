@@ -273,7 +273,12 @@ async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+def pause_s(attempt: int) -> float:
+    """Seconds before retry number `attempt` (from 1): 0.1, doubled each time, at most 5."""
+    return min(5.0, 0.1 * 2.0 ** (attempt - 1))
+
+
 async def pause_before_retry(attempt: int, jitter: float) -> None:
-    """Wait before retry number `attempt` (from 1): 0.1 s, doubled each time, at most 5 s. `jitter` in [0, 1) scales
-    this by 0.5 to 1.5, so that requests that failed together do not retry together."""
-    await asyncio.sleep(min(5.0, 0.1 * 2 ** (attempt - 1)) * (0.5 + jitter))
+    """Wait for `pause_s`. `jitter` in [0, 1) scales it by 0.5 to 1.5, so that requests that failed together do not
+    retry together."""
+    await asyncio.sleep(pause_s(attempt) * (0.5 + jitter))

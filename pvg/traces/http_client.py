@@ -19,12 +19,13 @@ from urllib.parse import urlsplit
 
 from pvg.errors import ConfigurationError, PvgError, ServerUnavailableError, UsageError
 from pvg.inputs import has_place
-from pvg.servers.pool import HttpPool, MalformedReply, RefusedRequest, Reply, ServerFault, asked_again
+from pvg.servers.pool import HttpPool, MalformedReply, RefusedRequest, Reply, ServerFault, asked_again, pause_s
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 CONCURRENCY = 8  # requests in flight
 TIMEOUT_S = 120.0  # of one request
-RETRIES = 12  # about 40 s of waiting in all, for servers that start or limit the rate
+RETRIES = 12  # 36 s of waiting in all, for servers that start or limit the rate
+QUIET_S = 5.0  # of a wait for a reply, before the user is told
 LISTED = frozenset({"id", "root", "parent", "owned_by", "max_model_len", "meta"})  # "created" may be now
 KEY_SHOWN = 8  # characters of a shorter key may be a part of other words
 
@@ -47,7 +48,7 @@ class OpenAiClient:
         self.url, self.model = url, model
         self._pool, self._key, self._variable, self._timeout_s = pool, key, variable, timeout_s
         self._room = asyncio.Semaphore(concurrency)
-        self.retries, self.say = RETRIES, SILENT
+        self.retries, self.say, self._said = RETRIES, SILENT, set[str]()
 
     @classmethod
     @asynccontextmanager
@@ -62,7 +63,7 @@ class OpenAiClient:
         say: Say = SILENT,
     ) -> AsyncIterator[OpenAiClient]:
         """`model`: "" for the only model that the server lists. `key_variable`: the environment variable with the key;
-        "" for OPENAI_API_KEY, which may be unset. `say`: called once, if a request is repeated."""
+        "" for OPENAI_API_KEY, which may be unset. `say`: told once of a late reply, and once of a repeated request."""
         check_url(url)
         variable = key_variable or KEY_VARIABLE
         key = os.environ.get(variable, "").strip()
@@ -126,7 +127,12 @@ class OpenAiClient:
 
     async def _request(self, method: str, url: str, body: Mapping[str, Any] | None) -> Any:
         async def send() -> Reply:
-            return await self._pool.request(method, url, body, timeout_s=self._timeout_s)
+            late = f"{self.url} has not answered for {QUIET_S:g} s. pvg waits up to {self._timeout_s:g} s for a reply."
+            timer = asyncio.get_running_loop().call_later(QUIET_S, self._tell, "late", late)
+            try:
+                return await self._pool.request(method, url, body, timeout_s=self._timeout_s)
+            finally:
+                timer.cancel()
 
         try:
             async with self._room:
@@ -136,8 +142,13 @@ class OpenAiClient:
         raise explained  # outside of the block: the fault may quote the key, and would be the error's context
 
     def _waits(self, fault: ServerFault) -> None:
-        say, self.say = self.say, SILENT
-        say(f"{self._explained(fault).message} It is asked again, up to {self.retries} times (12 take about 40 s).")
+        pauses_s = sum(map(pause_s, range(1, self.retries + 1)))
+        self._tell("again", f"{self._explained(fault).message} pvg asks again for about {pauses_s:.0f} s.")
+
+    def _tell(self, what: str, message: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            self.say(message)
 
     def _explained(self, fault: ServerFault) -> PvgError:
         """The fault as an error for the user. Servers quote the key in some messages."""
@@ -149,7 +160,7 @@ class OpenAiClient:
         if 300 <= fault.status < 400:
             return ConfigurationError(f"{self.url} redirects elsewhere: {what}.", "Name the final URL.")
         if fault.final:
-            return RefusedByServer(f"{self.url}: {what}.", "Check the URL (it often ends in /v1) and the model.")
+            return RefusedByServer(f"{self.url}: {what}.", "Check the URL (it often ends in /v1) and --model NAME.")
         return ServerUnavailableError(f"{self.url}: {what}.", "Wait until the server is ready, and try again.")
 
 

@@ -171,6 +171,13 @@ def test_what_is_missing_on_this_machine_ends_with_3_and_says_what_to_do() -> No
         assert remedy in called.document["error"]["remedy"]
 
 
+def test_the_wait_for_a_server_that_is_away_is_said_before_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pvg.traces.http_client.RETRIES", 1)
+    called = pvg("attack", NO_SERVER.replace("score", "v1/chat/completions"), "--data", "sums.jsonl")
+    assert called.code == 3
+    assert called.err.count("http://127.0.0.1:1/v1:") == 2, called.err
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

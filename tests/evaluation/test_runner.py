@@ -175,7 +175,7 @@ def test_a_reader_reads_the_helpful_solutions_as_pvg_measure_does(tmp_path: Path
     rows = [row for info in infos["result"] for row in shards.read(ShardInfo.from_plain(info))]
     traces = [trace_of(row) for row in rows if row.role is Role.HELPFUL]
     told, loaded = lambda *_: None, LoadedTraces("round-000", "run", traces, [])
-    again = legibility(loaded, settings.models.prover.source, tmp_path / "kept.jsonl", 40, told)
+    again = legibility(loaded, settings.models.prover.source, tmp_path / "kept.jsonl", 40, told, print)
     assert asyncio.run(again).measures == own.measures
     assert {"accuracy", "cir", "sr", "transfer"} <= own.measures.keys()
     for other in (reader, f"run:{tmp_path / 'gone'}/round-0"):

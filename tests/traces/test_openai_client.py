@@ -105,6 +105,23 @@ def test_a_slow_server_ends_in_an_error():
         asyncio.run(slow())
 
 
+def test_a_wait_for_a_late_reply_is_said_once(monkeypatch):
+    monkeypatch.setattr("pvg.traces.http_client.QUIET_S", 0.0)
+
+    async def slow():
+        async with (
+            serving(lambda *_: said("4"), delay_s=0.05) as server,
+            OpenAiClient.open(server.url, "m", timeout_s=30, say=lines.append) as client,
+        ):
+            await client.chat(ASK)
+            await client.chat(ASK)
+
+    lines = []
+    asyncio.run(slow())
+    assert len(lines) == 1
+    assert "30 s" in lines[0]
+
+
 @pytest.mark.parametrize("reply", [{}, {"choices": []}, {"choices": [1]}, {"choices": [{}]}, [], "text"])
 def test_a_reply_of_another_form_is_refused(reply):
     async def work():
