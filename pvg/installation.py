@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -39,6 +40,21 @@ def usable_gpus(root: Path = Path("/")) -> int:
         found = min(found, len(names), *ends)
     builds = {found.version for found in importlib.metadata.distributions(name="torch")}
     return 0 if any("+cpu" in build for build in builds) else found
+
+
+# Instructions for bfloat16, of the kernel's flags: x86 (matrix tiles, vectors), and Arm.
+BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
+
+
+def native_bfloat16(root: Path = Path("/")) -> bool | None:
+    """Whether the CPU has instructions for products in bfloat16; None if the system does not tell (not Linux). `root`:
+    the root of the file system."""
+    try:
+        text = (root / "proc/cpuinfo").read_text()
+    except OSError:
+        return None
+    lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", text, flags=re.MULTILINE)
+    return all(BFLOAT16 & set(line.split()) for line in lines) if lines else None
 
 
 def version_of(package: str) -> str | None:

@@ -163,13 +163,6 @@ def product_tolerance(weight: Tensor, exact: float, reduced: float, layers: int 
     return exact
 
 
-def scoring_autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context in which a verifier scores. On a CPU scores are always in the weights' own precision, so that a
-    row's score does not depend on its batch. On a GPU float32 products would take about ten times as long as the
-    training's, so scores use the precision of the training."""
-    return nullcontext() if device.type == "cpu" else autocast(precision, device)
-
-
 def allow_tf32(device: torch.device, precision: str) -> bool:
     """Let float32 matrix products on a GPU round their inputs to TF32 (10 bits instead of 23), if the `precision` of
     forward passes is bfloat16 (7 bits) anyway. Then sampling, scoring and the reference take a fraction of the time.

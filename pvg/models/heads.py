@@ -41,7 +41,7 @@ class VerifierModel(nn.Module, ABC):
     """A backbone and a head. Owns the language model it was built from; `close` frees it.
 
     `needs_reference`: scores need the `reference` of a row. It never changes while the verifier is open, so it can be
-    computed once per solution. `packs`: training may compute rows without padding and what they share once, because the
+    computed once per solution. `packs`: rows may be computed without padding, and what they share once, because the
     head calls `_last_hidden`, not the model.
     """
 
@@ -123,8 +123,11 @@ class VerifierModel(nn.Module, ABC):
         finally:
             self._packed = False
 
-    def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
-        """The part of a score that training never changes: float32 [B], without a gradient; zeros for most heads."""
+    def reference(
+        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, *, packed: bool = False
+    ) -> Tensor:
+        """The part of a score that training never changes: float32 [B], without a gradient; zeros for most heads.
+        `packed`: as in `forward`."""
         return torch.zeros(input_ids_BL.shape[0], dtype=torch.float32, device=input_ids_BL.device)
 
     def trainable_state(self) -> dict[str, Tensor]:
@@ -252,14 +255,16 @@ class ImplicitHead(VerifierModel):
         """pi_ref. Raises ModelClosedError after `close`."""
         return cast(nn.Module, self._reference_model.module)
 
-    def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
+    def reference(
+        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, *, packed: bool = False
+    ) -> Tensor:
         """sum_t log pi_ref(z_t) of each row in nats: float32 [B], without a gradient.
 
         It uses the caller's autocast precision, like the scores, so both sums are equal before training.
         """
         with torch.no_grad():
             start = self._reference_model.module
-            return self._summed(start, input_ids_BL, lengths_B, prompt_lengths_B)
+            return self._summed(start, input_ids_BL, lengths_B, prompt_lengths_B, packed)
 
     def share_with(self, other: VerifierModel) -> None:
         if not isinstance(other, ImplicitHead):
@@ -274,15 +279,18 @@ class ImplicitHead(VerifierModel):
     def _scores(
         self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None
     ) -> Tensor:
-        logprobs_B = self._summed(self._open_backbone(), input_ids_BL, lengths_B, prompt_lengths_B)
+        rows = (input_ids_BL, lengths_B, prompt_lengths_B)
+        logprobs_B = self._summed(self._open_backbone(), *rows, self._packed)
         if reference_B is None:
-            reference_B = self.reference(input_ids_BL, lengths_B, prompt_lengths_B)
+            reference_B = self.reference(*rows, packed=self._packed)
         return self.beta * (logprobs_B - reference_B) + self.bias
 
-    def _summed(self, module: nn.Module, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
+    def _summed(
+        self, module: nn.Module, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, packed: bool
+    ) -> Tensor:
         """The solutions' log-probs under `module`, float32 [B] in nats. The sum is in float64, because rows padded to
         another width are summed in another order, and the result must be the same bits."""
-        if self._packed:
+        if packed:
             rows, starts_B = rows_of(input_ids_BL, lengths_B), prompt_lengths_B.cpu().numpy()
             logprobs_BL = shared_prompt_logprobs(module, rows, starts_B)
         else:
@@ -470,12 +478,24 @@ class VerifierEnsemble:
     def device(self) -> torch.device:
         return self.members[0].device
 
+    @property
+    def longest_packed(self) -> int:
+        """The most tokens of rows that all members compute packed."""
+        return min(member.longest_packed for member in self.members)
+
     def __call__(
-        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None = None
+        self,
+        input_ids_BL: Tensor,
+        lengths_B: Tensor,
+        prompt_lengths_B: Tensor,
+        reference_B: Tensor | None = None,
+        *,
+        packed: bool = False,
     ) -> Tensor:
         """scores_B float32, as `VerifierModel.forward` but without a gradient."""
-        scores_KB = self.member_scores(input_ids_BL, lengths_B, prompt_lengths_B, reference_B)
-        return self.aggregated(scores_KB)
+        return self.aggregated(
+            self.member_scores(input_ids_BL, lengths_B, prompt_lengths_B, reference_B, packed=packed)
+        )
 
     def aggregated(self, scores_KN: Tensor) -> Tensor:
         """Scores float32 [N] from the members' unscaled scores [K, N]."""
@@ -483,16 +503,25 @@ class VerifierEnsemble:
 
     @torch.no_grad()
     def member_scores(
-        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None = None
+        self,
+        input_ids_BL: Tensor,
+        lengths_B: Tensor,
+        prompt_lengths_B: Tensor,
+        reference_B: Tensor | None = None,
+        *,
+        packed: bool = False,
     ) -> Tensor:
         """Unscaled scores float32 [K, B] of each member. The reference is the same for all and computed once."""
+        rows = (input_ids_BL, lengths_B, prompt_lengths_B)
         if reference_B is None and self.needs_reference:
-            reference_B = self.reference(input_ids_BL, lengths_B, prompt_lengths_B)
-        return torch.stack([m(input_ids_BL, lengths_B, prompt_lengths_B, reference_B) for m in self.members])
+            reference_B = self.reference(*rows, packed=packed)
+        return torch.stack([member(*rows, reference_B, packed=packed) for member in self.members])
 
-    def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
+    def reference(
+        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, *, packed: bool = False
+    ) -> Tensor:
         """As `VerifierModel.reference`. Members share their initial weights, so the first one's is valid for all."""
-        return self.members[0].reference(input_ids_BL, lengths_B, prompt_lengths_B)
+        return self.members[0].reference(input_ids_BL, lengths_B, prompt_lengths_B, packed=packed)
 
     def version(self) -> str:
         """A digest of the members' versions in order, their scales and the aggregation."""

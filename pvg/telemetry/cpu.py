@@ -1,29 +1,15 @@
-"""Whether this machine's CPU computes in bfloat16. A CPU without such instructions converts every number, and a step
-takes 10 to 100 times as long as in float32."""
+"""Settings of the precision that make this machine slow. A CPU without instructions for bfloat16 converts every number,
+and a step takes 10 to 100 times as long as in float32."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from pvg.config.experiment import Experiment
 from pvg.config.sections import value_of
-from pvg.installation import usable_gpus
+from pvg.installation import native_bfloat16, usable_gpus
 
-# Of the kernel's flags: x86 (matrix tiles, vectors), and Arm.
-NATIVE = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 SYSTEM = Path("/")
-
-
-def native_bfloat16(root: Path) -> bool | None:
-    """Whether the CPU has instructions for products in bfloat16; None if the system does not tell (not Linux). `root`:
-    the root of the file system."""
-    try:
-        text = (root / "proc/cpuinfo").read_text()
-    except OSError:
-        return None
-    lines = re.findall(r"^(?:flags|Features)\s*:(.*)$", text, flags=re.MULTILINE)
-    return all(NATIVE & set(line.split()) for line in lines) if lines else None
 
 
 def precision_warnings(experiment: Experiment, root: Path = SYSTEM, *, resumed: bool = False) -> list[str]:

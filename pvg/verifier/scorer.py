@@ -4,7 +4,8 @@ Concurrent calls share a queue, batches, and solutions in computation. A thread 
 
 Invariant 2: a returned score comes only from the scorer's current version. The cache's key includes the version. When
 the version changes, the scorer discards work in flight, because its weights are unknown, and callers that wait for it
-start again. With torch on a CPU, a score's bits do not depend on its batch (see `pvg.models.packing.pad_batch`)."""
+start again. With torch on a CPU in float32, a score's bits do not depend on its batch (see
+`pvg.models.packing.pad_batch`)."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pvg.errors import Closing, ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError, counted
-from pvg.models.compute import scoring_autocast
+from pvg.models.compute import autocast
 from pvg.models.heads import GenerativeHead, VerifierEnsemble, VerifierModel
 from pvg.models.language_model import UNLIMITED
-from pvg.models.packing import WIDTH, PaddedBatch, batches, pad_batch, padded_width
+from pvg.models.packing import WIDTH, PaddedBatch, batches, pad_batch, pad_right, padded_width, row_batches
 from pvg.records import Float32, Int32, Scorable
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.gathering import request_seed
@@ -148,8 +149,8 @@ class ScoreBackend(Protocol):
 
     references: ScoreCache
 
-    def batches(self, lengths: Sequence[int]) -> list[NDArray[np.int64]]:
-        """Splits inputs of these lengths: the row numbers of each batch for `submit`, in order."""
+    def batches(self, inputs: Sequence[ScoreInput]) -> list[NDArray[np.int64]]:
+        """Splits the inputs: the row numbers of each batch for `submit`, in order."""
 
     def weights_changed(self) -> None:
         """Tells the backend that the verifier's weights have changed."""
@@ -160,8 +161,9 @@ class ScoreBackend(Protocol):
 
 
 class TorchBackend:
-    """Runs forward passes of `model` in the executor's thread. The caller owns the model. `precision`: of the passes
-    on a GPU (pvg.models.compute.scoring_autocast)."""
+    """Runs forward passes of `model` in the executor's thread. The caller owns the model. `precision`: of the passes.
+    In bfloat16 they compute rows without padding, and what these have in common once, as training does; a score then
+    depends on its batch, by its rounding."""
 
     def __init__(
         self,
@@ -179,9 +181,16 @@ class TorchBackend:
         self._token_budget = token_budget
         self._executor = executor
         self._precision = precision
+        self._longest_packed = model.longest_packed if precision == "bfloat16" else 0
 
-    def batches(self, lengths: Sequence[int]) -> list[NDArray[np.int64]]:
-        return batches(lengths, self._token_budget, self._model.max_length)
+    def batches(self, inputs: Sequence[ScoreInput]) -> list[NDArray[np.int64]]:
+        rows, starts = [entry.ids for entry in inputs], [entry.prompt_length for entry in inputs]
+        if self._packs(rows):
+            return row_batches(rows, np.array(starts), self._token_budget)
+        return batches(list(map(len, rows)), self._token_budget, self._model.max_length)
+
+    def _packs(self, rows: Sequence[Int32]) -> bool:
+        return max(map(len, rows), default=0) <= self._longest_packed
 
     def weights_changed(self) -> None:
         """Does nothing: the forward passes use the model itself."""
@@ -191,30 +200,29 @@ class TorchBackend:
 
     def forward(self, inputs: Sequence[ScoreInput]) -> ScoredBatch:
         """One pass. Call it in the executor's thread."""
-        precise = scoring_autocast(self._precision, self._model.device)
-        with torch.inference_mode(), span("score_service", device=True), precise:
-            packed = pad_batch(
-                [entry.ids for entry in inputs],
-                [entry.prompt_length for entry in inputs],
-                self._model.tokenizer.pad_id,
-                self._model.device,
-                token_budget=self._token_budget,
-                max_length=self._model.max_length,
-            )
-            scores_B = self._model(*packed, self._reference(inputs, packed))
+        rows, starts = [entry.ids for entry in inputs], [entry.prompt_length for entry in inputs]
+        pad_id, device, packed = self._model.tokenizer.pad_id, self._model.device, self._packs(rows)
+        reduced = autocast(self._precision, device)
+        with torch.inference_mode(), span("score_service", device=True), reduced:
+            if packed:
+                batch = PaddedBatch(*pad_right(rows, pad_id, device), torch.tensor(starts, device=device))
+            else:
+                budget, longest = self._token_budget, self._model.max_length
+                batch = pad_batch(rows, starts, pad_id, device, token_budget=budget, max_length=longest)
+            scores_B = self._model(*batch, self._reference(inputs, batch, packed), packed=packed)
             scores: Float32 = scores_B[: len(inputs)].cpu().numpy()
         return ScoredBatch(scores)
 
-    def _reference(self, inputs: Sequence[ScoreInput], packed: PaddedBatch) -> Tensor | None:
+    def _reference(self, inputs: Sequence[ScoreInput], batch: PaddedBatch, packed: bool) -> Tensor | None:
         """The head's references [B]. Computes none if all rows are in the cache; their version does not matter."""
         if not self._model.needs_reference:
             return None
         keys = [ScoreKey("", self._template_key, entry.digest) for entry in inputs]
         known = [self.references.get(key) for key in keys]
         if all(value is not None for value in known):
-            repeated = known + known[:1] * (len(packed.lengths_B) - len(known))
-            return torch.tensor(repeated, dtype=torch.float32, device=packed.ids_BL.device)
-        reference_B = self._model.reference(*packed)
+            repeated = known + known[:1] * (len(batch.lengths_B) - len(known))
+            return torch.tensor(repeated, dtype=torch.float32, device=batch.ids_BL.device)
+        reference_B = self._model.reference(*batch, packed=packed)
         for key, value in zip(keys, reference_B.tolist(), strict=False):
             self.references.put(key, value)
         return reference_B
@@ -234,8 +242,8 @@ class VerdictBackend:
         self._token_budget, self._max_rows = token_budget, max_rows
         self._engine: TorchEngine | None = None
 
-    def batches(self, lengths: Sequence[int]) -> list[NDArray[np.int64]]:
-        return batches(lengths, self._token_budget, self._verifier.max_length)
+    def batches(self, inputs: Sequence[ScoreInput]) -> list[NDArray[np.int64]]:
+        return batches([len(entry.ids) for entry in inputs], self._token_budget, self._verifier.max_length)
 
     def weights_changed(self) -> None:
         self._engine = None
@@ -317,8 +325,8 @@ class VerifierScorer(Scorer, Closing):
     `prover_fingerprint`: of the tokenizer that sampled the rollouts. If it equals the verifier's, token ids are reused;
     otherwise, and with None, solutions are encoded from their text. `backend`: computes the scores of `model` with its
     own executor and references; None: this process does. `reading`: prepares the verifier's input; with one thread,
-    concurrent calls keep their order. None: the event loop's default executor. `precision`: models.compute_dtype, which
-    forward passes in this process use on a GPU.
+    concurrent calls keep their order. None: the event loop's default executor. `precision`: models.compute_dtype, that
+    of forward passes in this process.
     """
 
     def __init__(
@@ -512,7 +520,7 @@ class VerifierScorer(Scorer, Closing):
         try:
             while self._queue:
                 jobs, self._queue = self._queue, []
-                for rows in self._backend.batches([len(job.input.ids) for job in jobs]):
+                for rows in self._backend.batches([job.input for job in jobs]):
                     # Skip jobs that a version change has cancelled.
                     wanted = [jobs[row] for row in rows if not jobs[row].future.done()]
                     if wanted:

@@ -491,9 +491,9 @@ class VllmBackend:
         self._template_key = template_key
         self._generation = 0  # counts weight changes
 
-    def batches(self, lengths: Sequence[int]) -> list[NDArray[np.int64]]:
+    def batches(self, inputs: Sequence[ScoreInput]) -> list[NDArray[np.int64]]:
         """One batch with all rows: servers form their own batches."""
-        return [np.arange(len(lengths), dtype=np.int64)]
+        return [np.arange(len(inputs), dtype=np.int64)]
 
     def weights_changed(self) -> None:
         self._generation += 1

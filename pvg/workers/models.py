@@ -228,8 +228,8 @@ class WorkerBackend(ScoreBackend):
         self._copies, self._pool = slots.of(model), slots.pool
         self._model, self._token_budget = model, token_budget
 
-    def batches(self, lengths: Sequence[int]) -> list[Int64]:
-        return [np.arange(len(lengths))] if len(lengths) else []
+    def batches(self, inputs: Sequence[ScoreInput]) -> list[Int64]:
+        return [np.arange(len(inputs))] if inputs else []
 
     def weights_changed(self) -> None:
         self._copies.weights_changed()

@@ -256,7 +256,7 @@ class Worker:
         backend = TorchBackend(
             model, "", ScoreCache(len(inputs)), token_budget=budget, executor=self._executor, precision=precision
         )
-        batches = backend.batches([len(entry.ids) for entry in inputs])
+        batches = backend.batches(inputs)
         scores_N = np.empty(len(inputs), np.float32)
         for rows in batches:
             scores_N[rows] = backend.forward([inputs[row] for row in rows.tolist()]).scores

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.parity import check_attention, check_chunks, check_training
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.sizes import DEEP, SMALL, random_model, random_rows
-from pvg.models.compute import allow_tf32, scoring_autocast
+from pvg.models.compute import allow_tf32, autocast
 from pvg.models.heads import ScalarHead
 from pvg.models.logprobs import check_logits
 from pvg.models.packing import pack_rows, why_not_varlen
@@ -72,9 +72,9 @@ def test_scores_are_those_of_a_cpu(precision: str, tolerance: float, device: tor
 
 def test_scoring_computes_in_the_precision_of_the_training(cuda: torch.device) -> None:
     left = torch.ones(8, 8, device=cuda)
-    with scoring_autocast("bfloat16", cuda):
+    with autocast("bfloat16", cuda):
         assert (left @ left).dtype == torch.bfloat16
-    with scoring_autocast("float32", cuda):
+    with autocast("float32", cuda):
         assert (left @ left).dtype == torch.float32
 
 

@@ -35,6 +35,17 @@ def test_the_flags_of_all_cores_decide(tmp_path: Path, lines: tuple[str, ...], n
     assert native_bfloat16(machine(tmp_path, *lines)) is native
 
 
+def test_a_run_keeps_the_precision_that_was_native_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = {}
+    for here in (True, False, None):
+        monkeypatch.setattr("pvg.config.training.native_bfloat16", lambda here=here: here)
+        begun[here] = Experiment(models={"precision": "native", "device": "cpu"})
+    monkeypatch.setattr("pvg.config.training.native_bfloat16", lambda: True)
+    pretrained = {"prover": {"source": "a"}, "verifier": {"source": "a"}}
+    again = {here: Experiment(models=each.models.model_dump() | pretrained) for here, each in begun.items()}
+    assert [again[here].models.compute_dtype for here in begun] == ["bfloat16", "float32", "float32"]
+
+
 def test_settings_that_this_cpu_computes_slowly_are_named_with_the_command(tmp_path: Path) -> None:
     root = machine(tmp_path, "flags\t\t: avx2")
     assert precision_warnings(Experiment(), root) == []

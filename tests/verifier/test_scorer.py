@@ -28,7 +28,16 @@ AT_ONCE = CallingThreadExecutor()  # so that what a call starts, it has started 
 
 
 def make_scorer(
-    model, executor, *, head="implicit", style="plain", entries=1000, budget=4096, version=None, reading=AT_ONCE
+    model,
+    executor,
+    *,
+    head="implicit",
+    style="plain",
+    entries=1000,
+    budget=4096,
+    version=None,
+    reading=AT_ONCE,
+    precision="float32",
 ):
     template = VerifierTemplate(model.tokenizer, style, head)
     return VerifierScorer(
@@ -40,6 +49,7 @@ def make_scorer(
         executor=executor,
         prover_fingerprint=digits_tokenizer().fingerprint,
         reading=reading,
+        precision=precision,
     )
 
 
@@ -285,6 +295,25 @@ def test_a_score_is_the_same_bits_whatever_it_is_batched_with(head, executor):
         scorer = make_scorer(model, executor, head=head, budget=budget)
         parts = [asyncio.run(scorer.score(rollouts[at : at + size])) for at in range(0, len(rollouts), size)]
         assert np.concatenate(parts).tobytes() == whole.tobytes(), size
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_in_bfloat16_what_solutions_share_is_computed_once(head, executor):
+    computed, found = {}, {}
+    rollouts = [rollout(text) for text in random_texts(16, seed=3)]
+    for precision in ("float32", "bfloat16"):
+        model, counts = verifier(head), []
+        scorer = make_scorer(model, executor, head=head, precision=precision)
+        model.backbone.get_input_embeddings().register_forward_hook(
+            lambda part, rows, out, counts=counts: counts.append(rows[0].numel())
+        )
+        found[precision] = asyncio.run(scorer.score(rollouts))
+        computed[precision] = sum(counts)
+    inputs = [scorer._input(each) for each in rollouts]
+    own = sum(len(each.ids) - each.prompt_length for each in inputs)
+    assert computed["bfloat16"] <= inputs[0].prompt_length + own < computed["float32"]
+    spread = found["float32"].std()
+    np.testing.assert_allclose(found["bfloat16"], found["float32"], atol=0.1 * spread)
 
 
 def test_a_cache_keeps_the_scores_that_were_used_last():
