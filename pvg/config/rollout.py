@@ -219,10 +219,11 @@ class Rollouts(Section):
         """Versions that the oldest token of a continued group may be behind."""
         return self.max_staleness or 4
 
-    @property
-    def default_importance(self) -> Literal["truncated", "none"]:
-        """`training.importance = "auto"`. The arithmetic of servers differs from the trainer's."""
-        return "truncated" if isinstance(self.engine, ServerSampling) and self.logprobs == "sampled" else "none"
+    def default_importance(self, precision: str) -> Literal["truncated", "none"]:
+        """`training.importance = "auto"`. The arithmetic of servers differs from the trainer's, and that of the sampler
+        from passes whose `precision` is bfloat16."""
+        differs = isinstance(self.engine, ServerSampling) or precision == "bfloat16"
+        return "truncated" if differs and self.logprobs == "sampled" else "none"
 
     @property
     def chunk(self) -> int:

@@ -608,7 +608,8 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
     stale = prefetch.kind != "none" or rollout.deadline.kind == "continue"
     if rollout.max_staleness is not None and not stale:
         yield "rollout.max_staleness has no effect without rollout.prefetch or rollout.deadline = 'continue'"
-    weights = rollout.default_importance if training.importance == "auto" else training.importance
+    precision, weights = experiment.models.compute_dtype, training.importance
+    weights = rollout.default_importance(precision) if weights == "auto" else weights
     if stale and training.loss.kind == "rloo" and weights == "none":
         yield (
             "training.loss = 'rloo' has no ratio, so stale rollouts count as fresh ones; set training.importance to "

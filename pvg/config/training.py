@@ -70,9 +70,8 @@ class Models(Section):
     )
     precision: Annotated[Literal["auto", "native", DataType], BeforeValidator(_known_here)] = Field(
         "auto",
-        description="Data type of passes, and of the weights that sample without merged adapters. auto: bfloat16 on a "
-        "GPU for models that are not embedded. native: also on a CPU that has instructions for it, which makes models "
-        "with hidden states of 512 or more faster; a run keeps what it began with.",
+        description="Data type of passes and of sampling. auto: bfloat16 on a GPU for models that are not embedded. "
+        "native: also on CPUs made for it.",
     )
     device: Device = Field("auto", description='"auto", "cpu", "mps", "cuda" or "cuda:N". "mps" is untested.')
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
@@ -192,8 +191,8 @@ class Training(Section):
     adapters: Adapters = Adapters()
     importance: Literal["auto", "none", "decoupled", "unweighted", "truncated", "masked"] = Field(
         "auto",
-        description="How off-policy rollouts are weighted (docs/learning.md). auto: truncated if vLLM servers sample, "
-        "else none.",
+        description="How off-policy rollouts are weighted (docs/learning.md). auto: truncated if servers sample or "
+        "passes are in bfloat16.",
     )
     groups: Count = Field(32, description="Groups sampled per batch. More groups make steadier, slower steps.")
     steps: Annotated[int, Field(ge=0)] = Field(

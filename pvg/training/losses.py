@@ -12,10 +12,11 @@ Formulas: the table of docs/learning.md. r_t = pi / pi_sampled of token t, A is 
 pi_start, and each token's objective is multiplied by the detached weight rho_t. This applies to stale rows
 (training.importance = "decoupled") or to all rows ("truncated", "masked").
 
-*Importance weights* correct for pi_start / pi_sampled, which is not 1 if a rollout is stale, or if a server's
-arithmetic differs from the trainer's. The ratio is per token, or the geometric mean over the tokens for losses of whole
-sequences (gspo). Its variance is unbounded, so rho is bounded: `truncated` is min(ratio, high); `masked` is the ratio
-if low <= ratio <= high, else 0 (IcePop, arXiv 2510.18855). Row weights use lengths before masking."""
+*Importance weights* correct for pi_start / pi_sampled, which is not 1 if a rollout is stale, or if the sampler's
+arithmetic differs from the trainer's (servers, passes in bfloat16). The ratio is per token, or the geometric mean
+over the tokens for losses of whole sequences (gspo). Its variance is unbounded, so rho is bounded: `truncated` is
+min(ratio, high); `masked` is the ratio if low <= ratio <= high, else 0 (IcePop, arXiv 2510.18855). Row weights use
+lengths before masking."""
 
 from __future__ import annotations
 
@@ -305,7 +306,8 @@ class PolicyObjective:
                 "Leave it out.",
             )
         self.kl = section.kl.coefficient  # of the next step
-        self._rows = rollout.default_importance if section.importance == "auto" else section.importance
+        auto = section.importance == "auto"
+        self._rows = rollout.default_importance(precision) if auto else section.importance
         self._importance: Kind = WEIGHTS[self._rows]
         self.weight_bounds = WEIGHT_BOUNDS
         self._section = section

@@ -10,7 +10,17 @@ from table_policy import TablePolicy
 from test_policy_losses import A1, A2, B1, NAMES, PROBABILITIES, evaluate, hand_batch, objective, random_batch
 from test_policy_losses import random_policy as drawn_policy
 
-from pvg.training.losses import LOSSES, geometric_ratio, importance_metrics, importance_weights, outside, token_ratio
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training
+from pvg.training.losses import (
+    LOSSES,
+    PolicyObjective,
+    geometric_ratio,
+    importance_metrics,
+    importance_weights,
+    outside,
+    token_ratio,
+)
 
 
 def rows(values):
@@ -66,6 +76,17 @@ def test_the_loss_of_the_only_step_by_hand(kind, ratio, monkeypatch):
     assert gradient[3].item() == pytest.approx(expected, rel=1e-4, abs=1e-7)
     assert metrics["ratio_max"] == pytest.approx(1.5, rel=1e-5)  # raw
     assert metrics["clipped"] == 0.0
+
+
+@pytest.mark.parametrize(("precision", "by_default"), [("float32", "none"), ("bfloat16", "truncated")])
+def test_passes_in_bfloat16_are_weighted_by_default(precision, by_default):
+    def gradient(importance):
+        section = Training(loss="grpo", kl={"coefficient": 0.0}, importance=importance, shared_prompts=False)
+        found = PolicyObjective(section, Rollouts(max_tokens=4), 0, precision)
+        return evaluate(found, TablePolicy(PROBABILITIES), hand_batch())[1]
+
+    torch.testing.assert_close(gradient("auto"), gradient(by_default))
+    assert not torch.equal(gradient("none"), gradient("truncated"))
 
 
 @pytest.mark.parametrize("loss", NAMES)
