@@ -259,7 +259,7 @@ def check_sandbox(runs: Path) -> Iterator[CheckResult]:
 def check_machine(runs: Path) -> Iterator[CheckResult]:
     import psutil
 
-    from pvg.telemetry.cpu import native_bfloat16
+    from pvg.installation import native_bfloat16
     from pvg.telemetry.waits import cpu_quota, usable_cores, usable_memory
 
     quota = cpu_quota()

@@ -85,7 +85,7 @@ def serve(
         return
     if port == 0:
         raise UsageError("--port 0 needs --player.", "Give the port of the vLLM server.")
-    from pvg.telemetry.cpu import SYSTEM, native_bfloat16
+    from pvg.installation import native_bfloat16
 
     role: Literal["prover", "verifier"] = "prover" if purpose == "prover" else "verifier"
     key = f"models.{role}.source"
@@ -102,7 +102,7 @@ def serve(
     check_port(host, port)
     check_output("--log", log, b"")  # it appends
     interpreter = find_interpreter()
-    slow = served_dtype(experiment, purpose) == "bfloat16" and native_bfloat16(SYSTEM) is False
+    slow = served_dtype(experiment, purpose) == "bfloat16" and native_bfloat16() is False
     if interpreter.device == "cpu" and slow:
         models = experiment.models
         keys = [key for key, value in (("dtype", models.dtype), ("precision", models.precision)) if value == "bfloat16"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -92,7 +92,7 @@ class Models(Section):
     def compute_dtype(self) -> DataType:
         """The data type of forward and backward passes on this machine."""
         if self.precision in ("float32", "bfloat16"):
-            return cast(DataType, self.precision)
+            return self.precision
         return "bfloat16" if self.on_gpu and not self.embedded else "float32"
 
 

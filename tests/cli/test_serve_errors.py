@@ -58,7 +58,7 @@ def test_a_server_that_computes_bfloat16_slowly_is_warned_about(
 ) -> None:
     interpreter = Interpreter(tmp_path, "0.32.0", "cpu", "a test")
     monkeypatch.setattr("pvg_cli.serve.find_interpreter", lambda: interpreter)
-    monkeypatch.setattr("pvg.telemetry.cpu.native_bfloat16", lambda root: native)
+    monkeypatch.setattr("pvg.installation.native_bfloat16", lambda: native)
     settings = ("-s", f"models.precision={dtype}", "-s", "models.prover.source=nowhere")
     called = pvg("serve", _experiment(tmp_path), "--port", str(_free_port()), *settings)
     assert "nowhere" in called.err  # nothing is started

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pvg.config.experiment import Experiment
-from pvg.installation import usable_gpus
-from pvg.telemetry.cpu import native_bfloat16, precision_warnings
+from pvg.installation import native_bfloat16, usable_gpus
+from pvg.telemetry.cpu import precision_warnings
 
 
 def machine(root: Path, *lines: str) -> Path:
