@@ -146,7 +146,7 @@ class Run:
         self.directory = RunDirectory(RunDirectory.open(run, RUNS).path.absolute())
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
+        return f"Run({self.directory.argument!r})"
 
     def _repr_html_(self) -> str:
         """In a notebook: state, rounds, solutions of both roles, and the evaluation."""

@@ -164,6 +164,7 @@ def test_a_run_says_what_it_holds(played: pvg.Run) -> None:
     assert all(list(folder.glob("*.safetensors")) for folder in played.weights.values())
     assert played.examples()
     assert pvg.Run("mine").path == played.path
+    assert repr(played) == "Run('mine')"
     with pytest.raises(UsageError, match="Did you mean 'mine'"):
         pvg.Run("mien")
     with pytest.raises(UsageError, match="already exists"):
