@@ -56,7 +56,7 @@ from pvg.reporting.table import (
     elements,
     page,
 )
-from pvg.reporting.terminal import QUIET, alerts_told, headline, outcome, parts_table, rounds_table, section
+from pvg.reporting.terminal import QUIET, alerts_told, ends_of, headline, outcome, parts_table, rounds_table, section
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import METRICS
 from pvg.telemetry.spans import UNACCOUNTED, total_seconds
@@ -378,15 +378,9 @@ def _runs_table(runs: Sequence[ComparedRun]) -> Table:
     for run in runs:
         found = run.summary
         word, kind = state_word(run.state, found.status, found.damaged)
-        table.add(
-            TableCell(run.name, "strong", key=run.key),
-            TableCell(word, f"badge {kind}"),
-            f"{len(found.rounds)} of {found.rounds_planned}",
-            duration(found.seconds),
-            when(found.began) or ABSENT,
-            found.code_version or ABSENT,
-            found.machine or ABSENT,
-        )
+        head = (TableCell(run.name, "strong", key=run.key), TableCell(word, f"badge {kind}"))
+        made = (when(found.began) or ABSENT, found.code_version or ABSENT, found.machine or ABSENT)
+        table.add(*head, f"{len(found.rounds)} of {found.rounds_planned}", duration(found.seconds), *made)
     return table
 
 
@@ -408,9 +402,8 @@ def _step_charts(runs: Sequence[ComparedRun]) -> list[Markup]:
         axes = [(StepAxis(run.summary.steps, phase, lengths), run) for run in runs]
         for metric in metrics:
             lines = [axis.line(metric, run.name, run.key.style, run.key.dash, bare=True) for axis, run in axes]
-            charts.append(
-                line_chart(metric_display(metric).label, lines, axes[0][0].across(), metric_display(metric).style)
-            )
+            shown = metric_display(metric)
+            charts.append(line_chart(shown.label, lines, axes[0][0].across(), shown.style))
     return charts
 
 
@@ -432,10 +425,8 @@ def _rounds(runs: Sequence[ComparedRun]) -> PageSection:
 def final_metrics(summary: RunSummary) -> dict[str, float]:
     """The metrics of the last round, the time in phases, and the medians of rates and step times."""
     metrics = dict(summary.rounds[max(summary.rounds)]) if summary.rounds else {}
-    for phase, rate, step_s in (
-        (PROVER, "tokens_per_s", "prover_step_s"),
-        (VERIFIER, "pairs_per_s", "verifier_step_s"),
-    ):
+    rates = ((PROVER, "tokens_per_s", "prover_step_s"), (VERIFIER, "pairs_per_s", "verifier_step_s"))
+    for phase, rate, step_s in rates:
         walls = [sum(step.budget.values()) for step in summary.steps if step.phase == phase and step.budget]
         for name, values in ((rate, summary.series(rate, phase)), (step_s, walls)):
             if values:
@@ -446,20 +437,23 @@ def final_metrics(summary: RunSummary) -> dict[str, float]:
 
 
 def final_names(finals: Sequence[Mapping[str, float]]) -> list[str]:
-    """The metrics of all runs in the order of the catalogue, then the others; without those of the base prover."""
+    """The metrics of all runs in the order of the catalogue, then the others; without those of the base prover and the
+    ends of intervals."""
     order = {metric.short: place for place, metric in enumerate(METRICS.values())}
-    names = dict.fromkeys(name for metrics in finals for name in metrics if not name.startswith("base_"))
-    return sorted(names, key=lambda name: order.get(name, len(order)))
+    names = dict.fromkeys(name for metrics in finals for name in metrics)
+    shown = [name for name in names if not name.startswith("base_") and not name.endswith(("_low", "_high"))]
+    return sorted(shown, key=lambda name: order.get(name, len(order)))
 
 
 def _final_table(runs: Sequence[ComparedRun]) -> Table:
-    """Final metrics side by side, each with the difference to the first run."""
+    """Final metrics side by side, each with the difference to the first run, and with its interval below."""
     finals = [final_metrics(run.summary) for run in runs]
-    table = Table(_columns("", runs))
+    table = Table(_columns("", runs), caption="Below a share: its 95 % interval, by problem.")
     for name in final_names(finals):
         first = finals[0].get(name)
-        others = (_difference(name, metrics.get(name), first) for metrics in finals[1:])
-        table.add(metric_display(name).label, metric_text(name, first), *others)
+        cells = [TableCell(metric_text(name, first)), *(_difference(name, of.get(name), first) for of in finals[1:])]
+        pairs = zip(cells, finals, strict=True)
+        table.add(metric_display(name).label, *(replace(cell, below=ends_of(name, of)) for cell, of in pairs))
     return table
 
 

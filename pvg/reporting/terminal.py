@@ -81,11 +81,16 @@ def _measured(name: str, metrics: Mapping[str, float]) -> TableCell:
     return TableCell(metric_text(name, metrics.get(name)), "quiet" if count < FEW else "")
 
 
-def counted_share(name: str, metrics: Mapping[str, float]) -> str:
-    """A share with its interval, where the round has one: `3.5 % (95 % interval 2.2 to 5.6 %)`."""
+def ends_of(name: str, metrics: Mapping[str, float]) -> str:
+    """The 95 % interval of a share, `2.2 to 5.6 %`; "" where the round has none."""
     low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
-    reach = "" if low is None or high is None else f" (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
-    return f"{metric_text(name, metrics[name])}{reach}"
+    return "" if low is None or high is None else f"{100 * low:.1f} to {100 * high:.1f} %"
+
+
+def counted_share(name: str, metrics: Mapping[str, float]) -> str:
+    """A share with its interval: `3.5 % (95 % interval 2.2 to 5.6 %)`."""
+    reach = ends_of(name, metrics)
+    return f"{metric_text(name, metrics[name])}{reach and f' (95 % interval {reach})'}"
 
 
 def rounds_with_outcome(rounds: Mapping[int, Mapping[str, float]]) -> Group:

@@ -20,6 +20,8 @@ from pvg.reporting.run_page import (
 from pvg.reporting.run_summary import read_run
 from pvg.store.run_directory import RunDirectory
 
+ENDS = {"helpful_accuracy_low": 0.41, "helpful_accuracy_high": 0.77}
+
 
 def other(root: Path, name: str = "other") -> RunDirectory:
     """Two rounds, other settings."""
@@ -31,7 +33,7 @@ def other(root: Path, name: str = "other") -> RunDirectory:
                 step("train_prover", n, round_=round_, helpful_accuracy=0.1 * n, tokens_per_s=10.0 * n)
                 for n in (1, 2, 3)
             ),
-            {"kind": "round", "round": round_, "metrics": {"helpful_accuracy": 0.5 + round_ / 10, "verifier_auc": 0.8}},
+            {"kind": "round", "round": round_, "metrics": {"helpful_accuracy": 0.5 + round_ / 10, **ENDS}},
         )
     commit(run, state("complete"))
     return run
@@ -42,7 +44,7 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     page = check(several_page(compared_runs(runs)))
     assert {"rounds", "learning", "final", "settings"} <= page.anchors()
     assert "2 runs" in page.text
-    assert "helpful accuracy 87.5 % 60.0 % -27.5 pp" in page.text
+    assert "helpful accuracy 87.5 % 60.0 % -27.5 pp 41.0 to 77.0 %" in page.text
     assert "training.learning_rate 0.0001 0.5" in page.text
     assert "(first: 0, other: 1)" in page.text
     assert {line["name"] for chart in page.charts for line in chart["series"]} == {"first", "other"}
@@ -75,7 +77,7 @@ def test_final_metrics_are_those_of_the_last_round_and_medians_of_rates(tmp_path
     assert final["tokens_per_s"] == pytest.approx(20.0)
     assert final["prover_step_s"] == pytest.approx(1.0)
     assert final_names(
-        [{"zebra": 1.0, "tokens_per_s": 1.0}, {"helpful_accuracy": 1.0, "base_helpful_accuracy": 1.0}]
+        [{"zebra": 1.0, "tokens_per_s": 1.0}, {"helpful_accuracy": 1.0, "base_helpful_accuracy": 1.0, **ENDS}]
     ) == ["helpful_accuracy", "tokens_per_s", "zebra"]
 
 
