@@ -457,18 +457,11 @@ def read_report(path: Path) -> EvaluationReport:
 
 
 def notes(experiment: Experiment) -> list[str]:
-    rollout, training, loss = experiment.rollout, experiment.training, experiment.verifier.loss
+    rollout, training = experiment.rollout, experiment.training
     share, decoupled = experiment.game.sneaky_share, experiment.game.protocol.kind == "decoupled"
     untrained = "sneaky" if share == 0.0 else "helpful"
     unearned = [kind for kind in experiment.evaluate.attacks if kind not in attack_kinds(experiment)]
     found = {
-        f"verifier.loss = {loss!r} does not fix the offset of a score, so sigmoid(score) is not a probability. The "
-        "fitted calibration is one if the log-odds are linear in the score.": (
-            loss != "cross_entropy" and not experiment.verifier.verdict_tokens
-        ),
-        "verifier.ensemble combines scores of several members. No loss makes sigmoid of the result a probability.": (
-            experiment.verifier.ensemble.kind != "none"
-        ),
         f"game.sneaky_share = {share} never trained the {untrained} role: its figures here come from a prover that was "
         "trained only for the other role.": share in (0.0, 1.0),
         "prompts = 'plain' gives both roles one prompt, so they are one policy: helpful and sneaky solutions differ "
