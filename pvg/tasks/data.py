@@ -442,7 +442,7 @@ def _short(answer: str) -> str:
     return repr(answer if len(answer) <= 40 else answer[:37] + "...")
 
 
-REMEDY = "Set task.path to a .jsonl, .csv or .parquet file, to a folder with train and test, or to hf:OWNER/DATASET."
+REMEDY = "Give --data or task.path a .jsonl, .csv or .parquet file, a folder with train and test, or hf:OWNER/DATASET."
 HELD_OUT = 10  # one of so many training problems becomes a test problem if there is no test file
 ID_DIGITS = 16  # hex digits of an id
 MOST_DIGITS = 300  # of a number's text without an exponent
@@ -503,7 +503,7 @@ class Data:
             raise MissingRequirementError(f"{self._place} has no train.jsonl, train.csv or train.parquet.", REMEDY)
         check_regular(self._place)
         if not self._place.is_file():
-            raise MissingRequirementError(f"There is no file {self._place}.", f"Check task.path. {REMEDY}")
+            raise MissingRequirementError(f"There is no file {self._place}.", REMEDY)
         return self._place
 
     def _read(self) -> dict[Split, list[Problem]]:
