@@ -222,7 +222,8 @@ class TorchBackend:
         if all(value is not None for value in known):
             repeated = known + known[:1] * (len(batch.lengths_B) - len(known))
             return torch.tensor(repeated, dtype=torch.float32, device=batch.ids_BL.device)
-        reference_B = self._model.reference(*batch, packed=packed)
+        # A head of a user's file may know no packed rows.
+        reference_B = self._model.reference(*batch, **({"packed": True} if packed else {}))
         for key, value in zip(keys, reference_B.tolist(), strict=False):
             self.references.put(key, value)
         return reference_B
