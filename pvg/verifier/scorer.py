@@ -222,8 +222,8 @@ class TorchBackend:
         if all(value is not None for value in known):
             repeated = known + known[:1] * (len(batch.lengths_B) - len(known))
             return torch.tensor(repeated, dtype=torch.float32, device=batch.ids_BL.device)
-        # A head of a user's file may know no packed rows.
-        reference_B = self._model.reference(*batch, **({"packed": True} if packed else {}))
+        reference = self._model.reference  # that of a head in a user's file may know no packed rows
+        reference_B = reference(*batch, packed=True) if packed else reference(*batch)
         for key, value in zip(keys, reference_B.tolist(), strict=False):
             self.references.put(key, value)
         return reference_B
