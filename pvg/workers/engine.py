@@ -31,7 +31,6 @@ from pvg.workers.frames import Frame
 from pvg.workers.pool import WorkerPool
 
 CLOSED = ("The engine is closed.", "Open a new one to continue sampling.")
-MOST_IN_FLIGHT = 10**9  # the workers queue what they cannot decode at once
 
 
 def shard_of(group: int, shards: int) -> int:
@@ -85,34 +84,19 @@ class _Block:
 
 
 class WorkerEngine(Engine):
-    """The pool stays the caller's. Belongs to its event loop."""
+    """The pool stays the caller's. Belongs to its event loop. `stats`: totals of all workers; `seconds` are those of
+    one sampling worker on average."""
+
+    version = requests_in_flight = 0
+    max_in_flight = 10**9  # the workers queue what they cannot decode at once
+    stats = EngineStats()
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
-        self._version = 0
         self._waiting = _Block(0)  # requests that have no shard yet
-        self._in_flight = 0
         self._sender: asyncio.Task[None] | None = None
         self._blocks: dict[_Block, None] = {}  # those of a worker, in the order of their division
-        self._totals = EngineStats()
         self._closed = False
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def requests_in_flight(self) -> int:
-        return self._in_flight
-
-    @property
-    def max_in_flight(self) -> int:
-        return MOST_IN_FLIGHT
-
-    @property
-    def stats(self) -> EngineStats:
-        """Totals of all workers; `seconds` are those of one sampling worker on average."""
-        return self._totals
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion. Cancelling the caller drops its row. Raises what the worker's engine raises."""
@@ -121,7 +105,7 @@ class WorkerEngine(Engine):
         check_request(request)
         row = _Row(request, asyncio.get_running_loop().create_future())
         self._waiting.rows.append(row)
-        self._in_flight += 1
+        self.requests_in_flight += 1
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
         try:
@@ -130,7 +114,7 @@ class WorkerEngine(Engine):
             self._cancel(row)
             raise
         finally:
-            self._in_flight -= 1
+            self.requests_in_flight -= 1
 
     def cut(self, request_ids: Collection[str]) -> None:
         wanted = set(request_ids)
@@ -144,13 +128,13 @@ class WorkerEngine(Engine):
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
         called = time.perf_counter()
-        if update.version <= self._version:
+        if update.version <= self.version:
             raise StateError(
-                f"The workers have version {self._version} of the weights and were sent version {update.version}.",
+                f"The workers have version {self.version} of the weights and were sent version {update.version}.",
                 "Versions only go up.",
             )
         answers = await asyncio.shield(self._pool.load_policy(update))  # goes on if the caller is cancelled
-        self._version = update.version
+        self.version = update.version
         rpc_ms = max(answer.fields["rpc_ms"] for answer in answers)
         return SyncTiming(update.version, wall_ms=(time.perf_counter() - called) * 1e3, rpc_ms=rpc_ms)
 
@@ -202,7 +186,7 @@ class WorkerEngine(Engine):
     def _take(self, block: _Block, frame: Frame) -> None:
         if block.take(frame):
             stats = frame.fields["stats"]
-            self._totals = self._totals.plus(replace(stats, seconds=stats.seconds / len(self._pool.sampling)))
+            self.stats = self.stats.plus(replace(stats, seconds=stats.seconds / len(self._pool.sampling)))
 
     def _cancel(self, row: _Row) -> None:
         if row.block is not None and row.block.answer is not None and not row.block.answer.done():
