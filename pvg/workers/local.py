@@ -4,14 +4,14 @@ One process, the *nursery*, imports torch and pvg once and forks every worker, b
 takes seconds, a fork milliseconds, and forked workers share the memory of the libraries.
 
 Invariant: no worker outlives the driver, however it ends. A worker ends when its connection to the driver closes; the
-nursery kills its children when its own connection closes; on Linux the kernel kills them if the nursery is killed.
+nursery kills its session, and so all workers, when its own connection closes; on Linux the kernel kills them if the
+nursery is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import errno
 import gc
 import json
@@ -27,6 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 import psutil
 
 from pvg.errors import MissingRequirementError
+from pvg.servers.supervisor import PR_SET_PDEATHSIG, prctl
 from pvg.telemetry.events import Events, SilentEvents, patience
 from pvg.workers.frames import Frame, receive, send
 
@@ -37,9 +38,7 @@ if TYPE_CHECKING:
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 START_S = 120.0  # for importing torch on a slow disk
 ANSWER_S = 30.0  # for every other answer
-END_S = 5.0
 TAIL_BYTES = 4000
-PR_SET_PDEATHSIG = 1
 # The nursery has the driver's import path, so both run the same code.
 NURSERY = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from pvg.workers.local import main; main()"
 NOT_A_CHILD = -1  # in place of a status: an earlier nursery forked it
@@ -161,13 +160,8 @@ class LocalSupply:
 
     def _end(self) -> None:
         self._control.close()
-        if self._patience_s == START_S:  # it has not answered yet: it imports torch, and has no workers
-            self._nursery.kill()
-        try:
-            self._nursery.wait(timeout=END_S)
-        except subprocess.TimeoutExpired:  # it hangs; the kernel ends its workers
-            self._nursery.kill()
-            self._nursery.wait()
+        self._nursery.kill()
+        self._nursery.wait()
 
     async def _ask(self, question: str, connection: socket.socket | None = None) -> int:
         loop, answer = asyncio.get_running_loop(), b""
@@ -198,40 +192,34 @@ def nurse(control: socket.socket) -> None:
     the worker's process id, or minus an errno. The answer to "wait PID" is the status of the ended process, or
     NOT_A_CHILD."""
     gc.freeze()  # a collection in a child would copy the shared pages
-    children: set[int] = set()
     try:
         while True:
             question, files, _, _ = socket.recv_fds(control, 64, 1)
             if not question:
                 return
             word, *argument = question.decode().split()
-            if word == "fork":
-                value = _fork(control, files[0], children)
-            else:
-                pid = int(argument[0])
-                value = os.waitpid(pid, 0)[1] if pid in children else NOT_A_CHILD
-                children.discard(pid)
+            try:
+                value = _fork(control, files[0]) if word == "fork" else os.waitpid(int(argument[0]), 0)[1]
+            except ChildProcessError:
+                value = NOT_A_CHILD
             control.sendall(f"{value}\n".encode())
     finally:
-        for pid in children:
-            kill(pid)
+        os.killpg(0, signal.SIGKILL)
 
 
-def _fork(control: socket.socket, file: int, children: set[int]) -> int:
+def _fork(control: socket.socket, file: int) -> int:
     from pvg.workers.process import work
 
-    try:
-        pid = os.fork()
-    except OSError as error:
-        return -(error.errno or errno.EAGAIN)
-    if not pid:
-        control.close()
-        if sys.platform == "linux":  # the kernel kills this process when the nursery ends
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        work(socket.socket(fileno=file))
-    os.close(file)
-    children.add(pid)
-    return pid
+    with socket.socket(fileno=file) as connection:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            return -(error.errno or errno.EAGAIN)
+        if not pid:
+            control.close()
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills this process when the nursery ends
+            work(connection)
+        return pid
 
 
 def main() -> None:

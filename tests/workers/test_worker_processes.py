@@ -533,8 +533,7 @@ def test_a_worker_is_not_mixed_up_with_one_that_was_started_too_late(monkeypatch
     asyncio.run(run())
 
 
-def test_the_end_of_a_supply_without_workers_does_not_wait_for_its_imports(monkeypatch):
-    monkeypatch.setattr("pvg.workers.local.END_S", 600.0)
+def test_the_end_of_a_supply_without_workers_does_not_wait_for_its_imports():
     supply = LocalSupply()
     os.kill(supply._nursery.pid, signal.SIGSTOP)
     supply.end()
