@@ -214,9 +214,10 @@ def _bound(value: float) -> str:
 
 
 def _method(comparison: ReportComparison) -> str:
+    each = f"{100 * comparison.confidence:.4g} % each"
     return (
         "A, B: medians. B/A: their ratio; whether lower or higher is better depends on the metric. Interval: "
-        f"bootstrap, {CONFIDENCE:.0%} for all {comparison.tested} together ({comparison.confidence:.4g} each). "
+        f"bootstrap, {share(CONFIDENCE)} for all {comparison.tested} together ({each}). "
         "p (Markdown and JSON): Mann-Whitney rank test, not adjusted."
     )
 

@@ -128,34 +128,34 @@ class Alerts:
             ]
         for name, what in collapses:
             if mean.get(name, 1.0) < COLLAPSE:
-                found[f"collapse {name}"] = Alert("collapse", f"The {what}{start}: {name} is {mean[name]:.2f}.")
+                found[f"collapse {name}"] = Alert("collapse", f"The {what}{start}: {name} is {100 * mean[name]:.0f} %.")
         if mean.get("zero_signal", 0.0) > ZERO_SIGNAL:
-            says = f"{mean['zero_signal']:.0%} of the groups have equal rewards, so they give no gradient."
+            says = f"{100 * mean['zero_signal']:.0f} % of the groups have equal rewards, so they give no gradient."
             found["zero_signal"] = Alert("zero_signal", says)
         # In self-play, a text at the length limit can be a legal decision: no more are lost than are illegal.
         share = mean.get("truncated", 0.0)
         if min(share, 1.0 - mean.get("legal", 0.0)) > TRUNCATION:
-            found["truncation"] = Alert("truncation", f"{share:.0%} of the rollouts hit the length limit.")
+            found["truncation"] = Alert("truncation", f"{100 * share:.0f} % of the rollouts hit the length limit.")
         rise = mean.get("fooled_rate", 0.0) - self.lowest_fooled
         if mean.get("score_gap", 1.0) <= 0.0 and rise > GOODHART_RISE:
-            message = f"The score gap closed while the fooled rate rose by {rise:.2f}: the prover beats the verifier."
-            found["goodharting"] = Alert("goodharting", message)
+            says = f"The score gap closed while the fooled rate rose by {100 * rise:.0f} points"
+            found["goodharting"] = Alert("goodharting", f"{says}: the prover beats the verifier.")
         if mean.get("debate_contested", 1.0) < CONTESTED:
-            says = f"Only {mean['debate_contested']:.0%} of the debates are contested"
-            message = f"{says}; in {mean['debate_both_wrong']:.0%} both sides are wrong."
+            says = f"Only {100 * mean['debate_contested']:.0f} % of the debates are contested"
+            message = f"{says}; in {100 * mean['debate_both_wrong']:.0f} % both sides are wrong."
             found["agreement"] = Alert("agreement", message)
         if abs((first := mean.get("debate_first_wins", 0.5)) - 0.5) > SEAT_BIAS:
-            message = f"The side that speaks first wins {first:.0%} of the contested debates."
+            message = f"The side that speaks first wins {100 * first:.0f} % of the contested debates."
             found["seat_bias"] = Alert("seat_bias", message)
         if (share := mean.get("debate_concessions", 0.0)) > CONCEDED:
-            message = f"In {share:.0%} of the debates, a side that has read the other one gives its answer."
+            message = f"In {100 * share:.0f} % of the debates, a side that has read the other one gives its answer."
             found["concessions"] = Alert("concessions", message)
         if (mcc := mean.get("verifier_mcc", 1.0)) < self.highest_mcc - DECAY:
             says = f"The verifier's correlation with the truth fell from {self.highest_mcc:.2f} to {mcc:.2f}"
             found["judge_decay"] = Alert("judge_decay", f"{says}: the prover learns to mislead it.")
         if metrics.get("hack_evidence", 0.0) >= 1.0:
-            message = f"The grader accepts {metrics['hack_rate']:.0%} of the audited solutions against the truth."
-            found["hacking"] = Alert("hacking", message)
+            says = f"The grader accepts {100 * metrics['hack_rate']:.0f} % of the audited solutions"
+            found["hacking"] = Alert("hacking", f"{says} against the truth.")
         for alert in (weights_queue(metrics), verifier_at_chance(metrics)):
             if alert is not None:
                 found[alert.name] = alert

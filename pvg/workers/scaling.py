@@ -82,12 +82,12 @@ def decide(demand: Demand, *, lowest: int, highest: int) -> Decision | None:
         return None
     workers = len(demand.busy)
     if workers < highest and demand.waited >= LEAST_WAITED and demand.trainer_idle >= LEAST_IDLE:
-        why = f"{counted(demand.waiting, 'request')} waited for {demand.waited:.0%} of the last {WINDOW_S:g} s"
-        return Decision(None, f"{why}, and the trainer was idle for {demand.trainer_idle:.0%}")
+        why = f"{counted(demand.waiting, 'request')} waited for {100 * demand.waited:.0f} % of the last {WINDOW_S:g} s"
+        return Decision(None, f"{why}, and the trainer was idle for {100 * demand.trainer_idle:.0f} %")
     if workers > lowest and demand.seen_s >= IDLE_S:
         number = max((worker for worker, busy in demand.busy.items() if busy <= MOST_BUSY), default=None)
         if number is not None:
-            return Decision(number, f"it had work for {demand.busy[number]:.0%} of about the last {IDLE_S:g} s")
+            return Decision(number, f"it had work for {100 * demand.busy[number]:.0f} % of about the last {IDLE_S:g} s")
     return None
 
 

@@ -91,7 +91,7 @@ def test_with_workers_their_waits_and_those_of_the_driver_are_one_share() -> Non
     device = {"core_wait": 0.01, "cpu": 1.0, "process_cpu": 1.5}
     message = crowding(device, CoreTime(1.0, 0.0, 0.0) + workers)
     assert message is not None
-    assert "waited for a core 40%" in message
+    assert "waited for a core 40 %" in message
     # A driver that waits, next to workers that hardly do.
     assert crowding({**device, "core_wait": 0.9}, CoreTime(0.1, 0.9, 0.9) + CoreTime(9.0, 0.5, 0.3)) is None
     assert CoreTime.of_metrics({"up": 2.0}) is None  # nothing was measured yet

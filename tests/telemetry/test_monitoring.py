@@ -141,7 +141,7 @@ def test_the_notice_of_a_shared_machine_counts_what_its_workers_wait(tmp_path: P
     told = watch(tmp_path, body, load=lambda: load, workers_here=here)
     waits = [notice for notice in told.notices if "waited for a core" in notice]
     assert len(waits) == here
-    assert all("60%" in notice for notice in waits)
+    assert all("60 %" in notice for notice in waits)
 
 
 def test_a_stall_is_an_alert(tmp_path: Path) -> None:

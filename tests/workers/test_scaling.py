@@ -29,7 +29,7 @@ def test_what_waited_by_hand() -> None:
     assert (found.seen_s, found.waiting, found.waited, found.trainer_idle) == (5.0, 4, pytest.approx(0.6), 0.5)
     assert found.busy == found.shards == {0: pytest.approx(0.8), 1: pytest.approx(0.2)}
     assert decide(found, lowest=1, highest=3) == Decision(
-        None, "4 requests waited for 60% of the last 5 s, and the trainer was idle for 50%"
+        None, "4 requests waited for 60 % of the last 5 s, and the trainer was idle for 50 %"
     )
 
 
@@ -43,7 +43,7 @@ def test_what_is_long_ago_no_longer_counts() -> None:
     assert decide(seen(busy), lowest=1, highest=2) is None
     found = seen(busy + idle)
     assert found.waited < 0.01
-    assert decide(found, lowest=1, highest=2) == Decision(1, "it had work for 4% of about the last 30 s")
+    assert decide(found, lowest=1, highest=2) == Decision(1, "it had work for 4 % of about the last 30 s")
     assert decide(seen(busy + idle[:20]), lowest=1, highest=2) is None
 
 
