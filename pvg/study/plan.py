@@ -29,6 +29,7 @@ from pvg.config.load import (
     did_you_mean,
     find_experiment,
     find_named,
+    fitted_as,
     kinds_first,
     leaves,
     override_settings,
@@ -286,7 +287,11 @@ class StudyPlan:
     def cell(self, arm: Arm, seed: int) -> Cell:
         own = self._own(arm.experiment, seed)
         evaluated = None if arm.evaluated is None else self._own(arm.evaluated, seed)
-        return Cell(arm.name, seed, own, RunDirectory(self.folder / f"{arm.name}-seed-{seed:03d}"), evaluated)
+        run = RunDirectory(self.folder / f"{arm.name}-seed-{seed:03d}")
+        if run.experiment_file.is_file():  # `pvg train` may have lowered sizes to fit into the memory
+            played = run.experiment()
+            own, evaluated = fitted_as(played, own, ()), evaluated and fitted_as(played, evaluated, ())
+        return Cell(arm.name, seed, own, run, evaluated)
 
     def _own(self, experiment: Experiment, seed: int) -> Experiment:
         store = experiment.store.model_copy(update={"root": self.folder})

@@ -14,6 +14,7 @@ import pytest
 from evaluation_samples import attack, detection, round_of
 from study_samples import PVG, SMALL, evaluate, finish, folder_of, small
 
+from pvg.config.load import changed
 from pvg.errors import StateError, UsageError
 from pvg.store.state import FileStateStore
 from pvg.study.measures import MeasuredValue
@@ -337,6 +338,18 @@ def test_cells_with_other_settings_are_refused_with_the_settings() -> None:
         refuse_other_settings(small(overrides=["training.steps=6"], threads=2).cells)
     assert "2 cells were played with other settings" in error.value.message
     assert "cgc-seed-000, src-seed-000: models.threads: 1 -> 2; training.steps: 5 -> 6" in error.value.message
+
+
+def test_a_study_goes_on_with_cells_whose_batches_were_lowered_to_fit_the_memory() -> None:
+    cell = small().cells[0]
+    lowered = changed(cell.experiment, {"training.micro_batch_tokens": 1024, "rollout.engine.max_rows": 8})
+    assert lowered is not None
+    finish(replace(cell, experiment=lowered))
+    again = small()
+    refuse_other_settings(again.cells)
+    assert again.cells[0].experiment.hash() == lowered.hash()
+    with pytest.raises(StateError, match=r"training\.steps: 5 -> 6"):
+        refuse_other_settings(small(overrides=["training.steps=6"]).cells)
 
 
 def test_a_damaged_cell_is_told_as_one() -> None:
