@@ -483,45 +483,26 @@ class VerifierEnsemble:
         """The most tokens of rows that all members compute packed."""
         return min(member.longest_packed for member in self.members)
 
-    def __call__(
-        self,
-        input_ids_BL: Tensor,
-        lengths_B: Tensor,
-        prompt_lengths_B: Tensor,
-        reference_B: Tensor | None = None,
-        *,
-        packed: bool = False,
-    ) -> Tensor:
+    def __call__(self, *inputs: Any, packed: bool = False) -> Tensor:
         """scores_B float32, as `VerifierModel.forward` but without a gradient."""
-        return self.aggregated(
-            self.member_scores(input_ids_BL, lengths_B, prompt_lengths_B, reference_B, packed=packed)
-        )
+        return self.aggregated(self.member_scores(*inputs, packed=packed))
 
     def aggregated(self, scores_KN: Tensor) -> Tensor:
         """Scores float32 [N] from the members' unscaled scores [K, N]."""
         return AGGREGATIONS[self.aggregation](self.scales.applied(scores_KN)).float()
 
     @torch.no_grad()
-    def member_scores(
-        self,
-        input_ids_BL: Tensor,
-        lengths_B: Tensor,
-        prompt_lengths_B: Tensor,
-        reference_B: Tensor | None = None,
-        *,
-        packed: bool = False,
-    ) -> Tensor:
-        """Unscaled scores float32 [K, B] of each member. The reference is the same for all and computed once."""
-        rows = (input_ids_BL, lengths_B, prompt_lengths_B)
+    def member_scores(self, *inputs: Any, packed: bool = False) -> Tensor:
+        """Unscaled scores float32 [K, B] of each member, of the inputs of `VerifierModel.forward`. The reference is the
+        same for all and computed once."""
+        *rows, reference_B = (*inputs, None)[:4]
         if reference_B is None and self.needs_reference:
             reference_B = self.reference(*rows, packed=packed)
         return torch.stack([member(*rows, reference_B, packed=packed) for member in self.members])
 
-    def reference(
-        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, *, packed: bool = False
-    ) -> Tensor:
+    def reference(self, *rows: Tensor, packed: bool = False) -> Tensor:
         """As `VerifierModel.reference`. Members share their initial weights, so the first one's is valid for all."""
-        return self.members[0].reference(input_ids_BL, lengths_B, prompt_lengths_B, packed=packed)
+        return self.members[0].reference(*rows, packed=packed)
 
     def version(self) -> str:
         """A digest of the members' versions in order, their scales and the aggregation."""
