@@ -502,7 +502,8 @@ class VerifierEnsemble:
 
     def reference(self, *rows: Tensor, packed: bool = False) -> Tensor:
         """As `VerifierModel.reference`. Members share their initial weights, so the first one's is valid for all."""
-        return self.members[0].reference(*rows, packed=packed)
+        first = self.members[0].reference  # that of a head in a user's file may know no packed rows
+        return first(*rows, packed=True) if packed else first(*rows)
 
     def version(self) -> str:
         """A digest of the members' versions in order, their scales and the aggregation."""

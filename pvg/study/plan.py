@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pvg import hub
 from pvg.bench.workloads import validation_mistake
 from pvg.config.base import Count, Section, parse
-from pvg.config.experiment import Experiment
+from pvg.config.experiment import FITTED, Experiment
 from pvg.config.load import (
     assign,
     build_experiment,
@@ -216,7 +216,7 @@ class StudyFile(Section):
 class Arm:
     """An arm: one set of settings. `settings`: what it sets itself. `experiment`: all settings without seed and folder.
     `evaluated`: the same with the settings of [evaluate]; None without one. `note`: one line if
-    another task drops settings, otherwise empty."""
+    another task drops settings, otherwise empty. `sizes`: the keys of FITTED that the study sets."""
 
     name: str
     source: str
@@ -224,21 +224,28 @@ class Arm:
     experiment: Experiment
     evaluated: Experiment | None = None
     note: str = ""
+    sizes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One arm with one seed: one run. `evaluated`: the settings of its evaluation; None without one."""
+    """One arm with one seed: one run. `evaluated`: the settings of its evaluation; None without one. `sizes`: as in
+    Arm."""
 
     arm: str
     seed: int
     experiment: Experiment
     run: RunDirectory
     evaluated: Experiment | None = None
+    sizes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         return self.run.path.name
+
+    def as_played(self, experiment: Experiment) -> Experiment:
+        """`experiment` with the sizes that `pvg train` lowered to fit the memory, not those that the study sets."""
+        return fitted_as(self.run.experiment(), experiment, self.sizes)
 
     @property
     def steps(self) -> int:
@@ -288,10 +295,7 @@ class StudyPlan:
         own = self._own(arm.experiment, seed)
         evaluated = None if arm.evaluated is None else self._own(arm.evaluated, seed)
         run = RunDirectory(self.folder / f"{arm.name}-seed-{seed:03d}")
-        if run.experiment_file.is_file():  # `pvg train` may have lowered sizes to fit into the memory
-            played = run.experiment()
-            own, evaluated = fitted_as(played, own, ()), evaluated and fitted_as(played, evaluated, ())
-        return Cell(arm.name, seed, own, run, evaluated)
+        return Cell(arm.name, seed, own, run, evaluated, arm.sizes)
 
     def _own(self, experiment: Experiment, seed: int) -> Experiment:
         store = experiment.store.model_copy(update={"root": self.folder})
@@ -417,7 +421,7 @@ def _resolve(
             f"`pvg train {source} -s {key}={named} --dry-run` prints it with one.",
         )
     evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin, overrides)
-    return Arm(name, source, settings, experiment, evaluated, note)
+    return Arm(name, source, settings, experiment, evaluated, note, tuple(key for key in FITTED if key in origins))
 
 
 def _unpinned(sources: Mapping[str, str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from typing import Any, Literal, Protocol
 import orjson
 
 from pvg.config.load import differences, leaves
+from pvg.config.sections import value_of
 from pvg.errors import PvgError, StateError, UsageError, user_paths
 from pvg.evaluation.report import attack_kinds, default_parts, report_of
 from pvg.inputs import open_own
@@ -48,7 +49,7 @@ def unevaluated(cell: Cell, evaluate: StudyEvaluation, rounds: int) -> str:
         return "its evaluation is damaged"
     if found is None:
         return "it is not evaluated"
-    if found.config_hash != wanted.hash():
+    if found.config_hash != cell.as_played(wanted).hash():
         return "its evaluation is of another game"
     settings = {key: value for key, value in found.settings.items() if value is not None}
     if changed := differences(settings, wanted.evaluate.model_dump(mode="json", exclude_none=True), "evaluate."):
@@ -169,7 +170,7 @@ def refuse_other_settings(cells: Sequence[Cell]) -> None:
     """Raises StateError with every existing cell that has other settings, and with these settings."""
     by_change: dict[str, list[str]] = {}
     for cell in (cell for cell in cells if cell.run.experiment_file.is_file()):
-        if changed := differences(cell.run.experiment().hashed(), cell.experiment.hashed()):
+        if changed := differences(cell.run.experiment().hashed(), cell.as_played(cell.experiment).hashed()):
             by_change.setdefault("; ".join(changed), []).append(cell.name)
     if by_change:
         changes = " | ".join(f"{', '.join(names[:MOST_NAMED])}: {what}" for what, names in by_change.items())
@@ -293,9 +294,10 @@ def play_cells(
 
 
 def train_command(cell: Cell, folder: StudyFolder) -> list[str]:
-    """`pvg train` for a cell: a new run, or a resumed one."""
+    """`pvg train` for a cell: a new run, or a resumed one. Sizes that the study sets are not lowered."""
     how = ["--resume", str(cell.run.path)] if cell.run.experiment_file.is_file() else ["--name", cell.name]
-    return ["train", str(folder.of(cell, "toml")), *how, "--json"]
+    sizes = [word for key in cell.sizes for word in ("--set", f"{key}={value_of(cell.experiment, key)}")]
+    return ["train", str(folder.of(cell, "toml")), *how, *sizes, "--json"]
 
 
 def evaluate_command(cell: Cell, evaluate: StudyEvaluation) -> list[str]:

@@ -96,6 +96,13 @@ def test_the_measures_agree_with_each_other() -> None:
     use("trainer", [*FEW, *one_by_one], look, samples=2)
 
 
+def test_steps_of_one_batch_in_bfloat16_are_weighted_by_the_policy_at_its_start() -> None:
+    def look(workload: Any, measured: list[dict[str, float]]) -> None:
+        assert [metrics["start_outside"] for metrics in metrics_of(workload)] == [0.0, 0.0]
+
+    use("trainer", [*FEW, "training.minibatches=2", "models.precision=bfloat16"], look)
+
+
 @pytest.mark.parametrize("shape", ["turns", "forks"])
 def test_episodes_have_the_same_lengths_where_they_have_less_in_common(shape: str) -> None:
     def look(workload: Any, measured: list[dict[str, float]]) -> Any:

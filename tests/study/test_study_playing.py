@@ -345,9 +345,9 @@ def test_a_study_goes_on_with_cells_whose_batches_were_lowered_to_fit_the_memory
     lowered = changed(cell.experiment, {"training.micro_batch_tokens": 1024, "rollout.engine.max_rows": 8})
     assert lowered is not None
     finish(replace(cell, experiment=lowered))
-    again = small()
-    refuse_other_settings(again.cells)
-    assert again.cells[0].experiment.hash() == lowered.hash()
+    refuse_other_settings(small().cells)
+    with pytest.raises(StateError, match="max_rows: 8 -> 256"):
+        refuse_other_settings(small(overrides=["rollout.engine.max_rows=256"]).cells)
     with pytest.raises(StateError, match=r"training\.steps: 5 -> 6"):
         refuse_other_settings(small(overrides=["training.steps=6"]).cells)
 

@@ -7,6 +7,7 @@ import torch
 from tiny_verifiers import GatedHead, digits_tokenizer, language_model, perturb, random_texts, rollout, verifier
 
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
+from pvg.models.heads import ImplicitHead, ScoreScales, VerifierEnsemble
 from pvg.models.packing import pad_right
 from pvg.records import Role
 from pvg.verifier.data import VerifierTemplate
@@ -314,6 +315,25 @@ def test_in_bfloat16_what_solutions_share_is_computed_once(head, executor):
     assert computed["bfloat16"] <= inputs[0].prompt_length + own < computed["float32"]
     spread = found["float32"].std()
     np.testing.assert_allclose(found["bfloat16"], found["float32"], atol=0.1 * spread)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_an_ensemble_of_heads_that_know_no_packed_rows_scores_like_its_members(precision, executor):
+    class Own(ImplicitHead):
+        packs = False
+
+        def reference(self, ids_BL, lengths_B, starts_B):
+            return super().reference(ids_BL, lengths_B, starts_B)
+
+    members = [Own(language_model(digits_tokenizer(), seed), 1.0) for seed in (1, 1)]
+    for member in members:
+        perturb(member)
+    rollouts = [rollout(text) for text in random_texts(6, seed=3)]
+    together = VerifierEnsemble(members, "mean", ScoreScales.none(2))
+    found = [
+        asyncio.run(make_scorer(each, executor, precision=precision).score(rollouts)) for each in (*members, together)
+    ]
+    np.testing.assert_allclose(found[2], (found[0] + found[1]) / 2, rtol=1e-5)
 
 
 def test_a_cache_keeps_the_scores_that_were_used_last():

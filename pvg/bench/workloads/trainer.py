@@ -110,6 +110,10 @@ class FixedSource:
             with span("recompute", device=True):
                 sampled = await compute(lambda: objective.recompute(self._learner.module, batch))
             batch = replace(batch, sampled_logprobs=sampled)
+        if objective.needs_start:
+            with span("recompute", device=True):
+                start = await compute(lambda: objective.recompute(self._learner.module, batch))
+            batch = replace(batch, proximal_logprobs=start)
         return batch
 
 
