@@ -115,11 +115,11 @@ class ModelCopies:
     def weights_changed(self) -> None:
         self._changes += 1
 
-    async def ready(self) -> int:
+    async def prepare(self) -> int:
         """The slot of the copies, once all have the model's weights. Goes on if the caller is cancelled."""
-        return await asyncio.shield(self._ready())
+        return await asyncio.shield(self._prepare())
 
-    async def _ready(self) -> int:
+    async def _prepare(self) -> int:
         async with self._loading:
             if self._slot is None:
                 slot = self._pool.slot()
@@ -157,10 +157,6 @@ class ModelInWorkers(ModelCopies, GradientWorkers[BatchT], Generic[BatchT]):
     def shards(self, batch: BatchT) -> list[BatchT]:
         return self._cut(batch, len(self._shards))
 
-    async def prepare(self) -> None:
-        """Open the workers' copies before their first work."""
-        await self.ready()
-
     def gradients(self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any]) -> list[PartGradient]:
         asked = self._asked("gradient", [{"state": state, "micro_batches": list(part)} for part in parts])
         answers = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
@@ -179,7 +175,7 @@ class ModelInWorkers(ModelCopies, GradientWorkers[BatchT], Generic[BatchT]):
         return found
 
     async def _asked(self, kind: str, parts: Sequence[Mapping[str, Any]]) -> list[Frame]:
-        slot = await self.ready()
+        slot = await self.prepare()
         given = zip(self._shards, parts, strict=False)
         asked = [self._pool.submit(shard, Frame(kind, {**fields, "slot": slot})) for shard, fields in given]
         return list(await asyncio.gather(*asked))
@@ -239,7 +235,7 @@ class WorkerBackend(ScoreBackend):
 
     async def _scored(self, inputs: Sequence[ScoreInput]) -> ScoredBatch:
         """Each worker that scores now gets rows with the same total of padded tokens."""
-        common = {"slot": await self._copies.ready(), "token_budget": self._token_budget}
+        common = {"slot": await self._copies.prepare(), "token_budget": self._token_budget}
         widths_N = np.array([padded_width(len(entry.ids), self._model.max_length) for entry in inputs], dtype=np.int64)
         shard_N = balanced(widths_N, len(self._pool.sampling))
         parts = [np.flatnonzero(shard_N == shard) for shard in np.unique(shard_N).tolist()]

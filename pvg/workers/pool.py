@@ -29,7 +29,7 @@ from pvg.config.experiment import Experiment
 from pvg.errors import PvgError, WorkerLostError, allow_open_files, open_files
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame
-from pvg.workers.scaling import Demand, LoadMeter, Moment, decide, shards_to_take
+from pvg.workers.scaling import Demand, LoadMeter, decide, shards_to_take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -45,7 +45,6 @@ MOST_LOSSES = 6  # of workers with the same request: the next one would be lost 
 AT_ONCE = 32  # places asked, or workers probed, in one turn of the event loop: 1,000 would block it
 # Requests that change what a worker knows. A new worker gets those that its predecessor had confirmed.
 STATE = frozenset({"start", "open", "load", "close", "policy"})
-TRAINING = frozenset({"gradient", "logprobs"})
 LOOK_S = 0.2  # between two looks at what waits
 REFUSED_S = 60.0  # after a process could not be started, before pvg tries again to add one
 
@@ -186,13 +185,9 @@ class WorkerPool:
         self._changing_policy = asyncio.Lock()
         self._numbers = 0
         self._closing = False
-        self._failed: BaseException | None = None
+        self.failed: BaseException | None = None  # why all requests fail
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter = LoadMeter()
-
-    @property
-    def failed(self) -> bool:
-        return self._failed is not None
 
     def measured(self) -> dict[str, float]:
         opening = self._opening()
@@ -243,8 +238,8 @@ class WorkerPool:
     def submit(self, shard: int, frame: Frame, parts: Callable[[Frame], None] | None = None) -> asyncio.Future[Frame]:
         """The answer of the process that serves this shard. Requests are sent in the order of the calls. The future
         raises the worker's PvgError, WorkerFailedError, or WorkerLostError if workers end again and again."""
-        if self._failed is not None:
-            raise self._failed
+        if self.failed is not None:
+            raise self.failed
         self._numbers += 1
         numbered = Frame(frame.kind, {**frame.fields, "id": self._numbers})
         request = _Request(self._shards[shard], numbered, asyncio.get_running_loop().create_future(), parts)
@@ -395,11 +390,11 @@ class WorkerPool:
 
     def _fail(self, error: BaseException) -> None:
         """Fail every request, now and from now on. The first error counts."""
-        self._failed = self._failed or error
+        self.failed = self.failed or error
         waiting, self._unanswered = [request.future for request in self._unanswered.values()], {}
         for future in waiting:
             if not future.done():
-                future.set_exception(self._failed)
+                future.set_exception(self.failed)
                 future.exception()  # marks it as retrieved: its caller may have left
 
     async def _probe(self) -> None:
@@ -431,7 +426,8 @@ class WorkerPool:
             while decision is None:
                 await asyncio.sleep(LOOK_S)
                 now, trained_now_s = time.monotonic(), self.trained_s()
-                demand.add(now - at, self._moment(), trained_now_s - trained_s)
+                used = [worker.number for worker in self._workers if worker.used]
+                demand.add(now - at, self._work(), used, trained_now_s - trained_s)
                 at, trained_s = now, trained_now_s
                 decision = decide(demand, lowest=self._lowest, highest=self._highest)
             if decision.remove is None:
@@ -439,18 +435,14 @@ class WorkerPool:
             else:
                 await self.remove(decision.remove, decision.why)
 
-    def _moment(self) -> Moment:
-        """What waits now: the work of all shards but one of each process."""
-        work: dict[int, dict[int, list[Frame]]] = {}  # by worker and shard
+    def _work(self) -> dict[int, dict[int, list[str]]]:
+        """The kinds of the requests in flight, by worker and shard."""
+        work: dict[int, dict[int, list[str]]] = {}
         for request in self._unanswered.values():
             if request.frame.kind not in STATE:
                 shards = work.setdefault(request.shard.worker.number, {})
-                shards.setdefault(request.shard.number, []).append(request.frame)
-        waiting = [frame for shards in work.values() for frames in [*shards.values()][1:] for frame in frames]
-        training = any(frame.kind in TRAINING for frame in waiting)
-        used = frozenset(worker.number for worker in self._workers if worker.used)
-        working = frozenset(shard for shards in work.values() for shard in shards)
-        return Moment(len(waiting), training, used, frozenset(work), working)
+                shards.setdefault(request.shard.number, []).append(request.frame.kind)
+        return work
 
     async def add(self, why: str, busy: Mapping[int, float]) -> None:
         """Start one more process, which gets shards of the others. `busy`: as `Demand.shards`. One that cannot be

@@ -222,20 +222,15 @@ class Worker:
                         delivered[tasks[task]] = failure.partial
                     elif not isinstance(failure, asyncio.CancelledError):
                         error = error or failure
-                found = {"rows": [*delivered], "found": [*delivered.values()]}
-                fields = {**found, "stats": self._counted(), "id": frame.fields["id"]}
-                self._send(Frame("completed", fields))
+                before, self._reported = self._reported, self._engine.stats
+                found = {"rows": [*delivered], "found": [*delivered.values()], "stats": self._reported.since(before)}
+                self._send(Frame("completed", {**found, "id": frame.fields["id"]}))
         finally:
             for id_, task in own.items():
                 if self._sampling.get(id_) is task:  # a request that goes on after a cut has the same id
                     del self._sampling[id_]
         if error is not None:
             raise error
-
-    def _counted(self) -> EngineStats:
-        """The engine's counts since the last call."""
-        before, self._reported = self._reported, self._engine.stats
-        return self._reported.since(before)
 
     def _interrupt(self, frame: Frame) -> None:
         if frame.kind == "cut":

@@ -10,7 +10,7 @@ number of workers does not go up and down under a constant load.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pvg.errors import counted
@@ -23,18 +23,9 @@ LEAST_IDLE = 0.2  # share of the window; the optimizer, packing and commits stay
 MOST_BUSY = 0.05  # share of the time; a moving average falls to it within IDLE_S
 MOST_NAMED = 64  # workers that have separate metrics
 SHARD_COST = 0.01  # load of a shard without work, so that such shards are divided too
+TRAINING = frozenset({"gradient", "logprobs"})  # kinds of requests that the trainer waits for
 
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What waits at one moment: so many requests, and whether some are the trainer's. `workers`: the numbers of all
-    workers; `busy`: of those that have work; `shards`: the shards that have work."""
-
-    waiting: int
-    training_waits: bool
-    workers: frozenset[int]
-    busy: frozenset[int]
-    shards: frozenset[int]
+Work = Mapping[int, Mapping[int, Sequence[str]]]  # the kinds of the requests in flight, by worker and shard
 
 
 @dataclass
@@ -50,18 +41,21 @@ class Demand:
     busy: dict[int, float] = field(default_factory=dict)
     shards: dict[int, float] = field(default_factory=dict)
 
-    def add(self, lasted_s: float, moment: Moment, trained_s: float) -> None:
-        """It was like this `moment` for `lasted_s` seconds (above 0), in which the trainer worked for `trained_s`."""
+    def add(self, lasted_s: float, work: Work, workers: Collection[int], trained_s: float) -> None:
+        """These `workers` had this `work` for `lasted_s` seconds (above 0), in which the trainer worked for
+        `trained_s`. All of it waits but that of one shard of each worker."""
         self.seen_s += lasted_s
         # The mean of all that was seen, until this is more than the window.
         weight, longer = (min(1.0, lasted_s / min(self.seen_s, window_s)) for window_s in (WINDOW_S, IDLE_S / 3))
-        self.waiting = moment.waiting or self.waiting
-        self.waited += weight * (bool(moment.waiting) - self.waited)
-        idle = 1.0 if moment.training_waits else max(0.0, 1.0 - trained_s / lasted_s)
+        waiting = [kind for shards in work.values() for kinds in [*shards.values()][1:] for kind in kinds]
+        self.waiting = len(waiting) or self.waiting
+        self.waited += weight * (bool(waiting) - self.waited)
+        idle = max(0.0, 1.0 - trained_s / lasted_s) if TRAINING.isdisjoint(waiting) else 1.0
         self.trainer_idle += weight * (idle - self.trainer_idle)
+        working_shards = {shard for shards in work.values() for shard in shards}
         for shares, numbers, working in (
-            (self.busy, moment.workers, moment.busy),
-            (self.shards, moment.shards | self.shards.keys(), moment.shards),
+            (self.busy, workers, work.keys()),
+            (self.shards, working_shards | self.shards.keys(), working_shards),
         ):
             for number in numbers:
                 before = shares.get(number, 0.0)

@@ -8,18 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.workers.scaling import IDLE_S, MOST_BUSY, WINDOW_S, Decision, Demand, Moment, decide, shards_to_take
+from pvg.workers.scaling import IDLE_S, MOST_BUSY, WINDOW_S, Decision, Demand, Work, decide, shards_to_take
 
 
-def moment(waiting: int = 0, *, busy: tuple[int, ...] = (), training: bool = False) -> Moment:
-    return Moment(waiting, training, frozenset({0, 1}), frozenset(busy), frozenset(busy))
+def moment(waiting: int = 0, *, busy: tuple[int, ...] = (), training: bool = False) -> Work:
+    """A shard with the number of its worker for each one that is busy, and shard 9 with so many requests, which wait
+    for the first of these workers."""
+    work = {worker: {worker: ["generate"]} for worker in busy}
+    if waiting:
+        work[busy[0]][9] = ["gradient" if training else "generate"] * waiting
+    return work
 
 
-def seen(moments: list[Moment], trained_s: float = 0.0) -> Demand:
+def seen(moments: list[Work], trained_s: float = 0.0) -> Demand:
     """One moment per second, in each of which the trainer worked for `trained_s`."""
     demand = Demand()
     for each in moments:
-        demand.add(1.0, each, trained_s)
+        demand.add(1.0, each, [0, 1], trained_s)
     return demand
 
 
@@ -27,7 +32,8 @@ def test_what_waited_by_hand() -> None:
     moments = [moment(waiting, busy=busy) for waiting, busy in [(8, (0, 1)), (12, (0,)), (0, (0,)), (4, (0,)), (0, ())]]
     found = seen(moments, trained_s=0.5)
     assert (found.seen_s, found.waiting, found.waited, found.trainer_idle) == (5.0, 4, pytest.approx(0.6), 0.5)
-    assert found.busy == found.shards == {0: pytest.approx(0.8), 1: pytest.approx(0.2)}
+    assert found.busy == {0: pytest.approx(0.8), 1: pytest.approx(0.2)}
+    assert found.shards == found.busy | {9: pytest.approx(0.6)}
     assert decide(found, lowest=1, highest=3) == Decision(
         None, "4 requests waited for 60 % of the last 5 s, and the trainer was idle for 50 %"
     )
