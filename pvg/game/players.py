@@ -46,6 +46,7 @@ from pvg.training.batch import PolicyBatch
 from pvg.training.trainer import OptimizerSettings, trainable_parameters
 from pvg.verifier.data import Head, PairSource, VerifierBatch, VerifierTemplate
 from pvg.verifier.scorer import CACHE_ENTRIES, ScoreBackend, ScoreCache, ScoringModel, VerifierScorer
+from pvg.workers.ray_cluster import RayClient
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from pvg.workers.pool import Supply, WorkerPool
     from pvg.workers.ranks import ModelInRanks, RankGroup
     from pvg.workers.ray_servers import RayServers
-    from pvg.workers.ray_supply import RaySupply
 
 T = TypeVar("T")
 
@@ -99,8 +99,9 @@ class Players:
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         try:
-            if self.device.type == "cuda" and (reserving := self.servers or self._ray_supply()) is not None:
-                self.device = torch.device("cuda", reserving.client.own_gpu())
+            reserving = self._supply if self.servers is None else self.servers.client
+            if self.device.type == "cuda" and isinstance(reserving, RayClient):
+                self.device = torch.device("cuda", reserving.own_gpu())
             self._check_ranks()
             self.base: LanguageModel = finished(
                 self.executor.submit(open_model, self.models.prover, self.device, self.models.dtype)
@@ -174,14 +175,6 @@ class Players:
         if self.device.type == "cuda" and events is not None:
             events.event("workers", event="experimental", why="No run has used workers on GPUs yet")
         return workers
-
-    def _ray_supply(self) -> RaySupply | None:
-        """What starts workers on a Ray cluster, and must not give them the GPU of this process."""
-        if self.workers is None or not isinstance(self._experiment.cluster, RayCluster):
-            return None
-        from pvg.workers.ray_supply import RaySupply
-
-        return self._supply if isinstance(self._supply, RaySupply) else None
 
     def _engine_on_servers(self, events: Events, run: str) -> Engine:
         from pvg.rollout.vllm_engine import open_vllm_engine

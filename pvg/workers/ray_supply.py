@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pvg.telemetry.device import processor
-from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame, packed, unpacked
 from pvg.workers.ray_cluster import RayActor, RayClient, cause_of, hello
 
@@ -83,20 +82,18 @@ class RayObjects:
     def close(self) -> None: ...
 
 
-class RaySupply:
-    """A user of the cluster, through `client`. `most`: the highest number of processes, for which a cluster on this
-    machine has room. `gpus`: that each of them needs."""
+class RaySupply(RayClient):
+    """`most`: the highest number of processes, for which a cluster on this machine has room. `gpus`: that each of them
+    needs."""
 
     def __init__(self, most: int, address: str | None = None, gpus: int = 0) -> None:
-        self.events: Events = SilentEvents()
-        self.client = RayClient(most, address)
+        super().__init__(most, address)
         self._needs = {"num_cpus": 1, "num_gpus": gpus}
         self._nodes: set[str] = set()  # those that a worker has run on
 
     async def start(self, successor: bool = False) -> Member:
-        self.client.events = self.events
         remedy = "Use fewer workers (-s cluster.workers=N; in a resumed run, cluster.max_workers)"
-        async with self.client.room("a worker", self._needs, remedy):
+        async with self.room("a worker", self._needs, remedy):
             if not successor or self._needs["num_gpus"]:
                 return await self._started(self._needs)
             with contextlib.suppress(TimeoutError):
@@ -111,7 +108,7 @@ class RaySupply:
 
     async def _started(self, needs: Mapping[str, int]) -> RayMember:
         """A worker, once a node has what it needs. It may have ended meanwhile, which the pool notices."""
-        member = await self.client.started(WorkerActor, os.getcwd(), needs, RayMember)
+        member = await self.started(WorkerActor, os.getcwd(), needs, RayMember)
         if not member.found:
             await asyncio.sleep(AGAIN_S)
         elif (node := member.found["node"]) not in self._nodes:
@@ -127,14 +124,8 @@ class RaySupply:
         assert isinstance(member, RayMember)
         return cause_of(member.error)
 
-    async def watch(self) -> None:
-        await self.client.watch()
-
     def weights(self) -> SharedWeights:
-        return RayObjects(self.client)
-
-    def end(self) -> None:
-        self.client.end()
+        return RayObjects(self)
 
 
 # --- on a node --------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from pvg.planning.memory import memory_of, read_shape
 from pvg.tasks import open_task
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
+from pvg.workers import ray_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -111,9 +112,8 @@ def test_the_trainer_on_a_ray_cluster_uses_the_gpu_that_ray_has_reserved(
         opened.append(device)
         raise MissingRequirementError("this test has no GPU")
 
-    client = SimpleNamespace(own_gpu=lambda: 3, end=lambda: None)
-    monkeypatch.setattr("pvg.workers.ray_servers.RayClient", lambda *_: client)
-    monkeypatch.setattr("pvg.workers.ray_supply.RayClient", lambda *_: client)
+    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: SimpleNamespace(shutdown=lambda: None))
+    monkeypatch.setattr(ray_cluster.RayClient, "own_gpu", lambda _: 3)
     monkeypatch.setattr(players, "pick_device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(players, "open_model", open_model)
     experiment = build_experiment({**settings, "weights": {"root": str(tmp_path)}})

@@ -119,7 +119,7 @@ async def on_gpus(monkeypatch, nodes: SimulatedNodes) -> None:
     supply = RaySupply(2, nodes.address, gpus=1)
     supply.events = events = RecordedEvents()
     try:
-        own = ["2", "1", "0"][await asyncio.to_thread(supply.client.own_gpu)]
+        own = ["2", "1", "0"][await asyncio.to_thread(supply.own_gpu)]
         members = [await supply.start() for _ in range(2)]
         assert sorted([own, *(member.names["gpus"] for member in members)]) == ["0", "1", "2"]
         assert [event["device"] for event in events.of("node joined")] == ["GPUs"]
