@@ -118,16 +118,17 @@ class LocalSupply:
     async def _forked(self, connection: socket.socket) -> int:
         async with self._lock:
             for again in (False, True):
-                if again or self._broken:  # the nursery was killed, or hangs: the next one tells what is wrong
-                    self._end()
-                    self._begin()
                 try:
-                    if (pid := await self._ask("fork", connection)) > 0:
-                        return pid
-                    error: Exception = OSError(-pid, os.strerror(-pid))
-                except (OSError, TimeoutError) as failure:
-                    error = failure
-        why = self._last_words() or str(error) or f"the first process did not answer within {self._patience_s:g} s"
+                    if again or self._broken:  # the nursery was killed, or hangs: the next one tells what is wrong
+                        self._end()
+                        self._begin()
+                    if (answer := await self._ask("fork", connection)) > 0:
+                        return answer
+                    why = os.strerror(-answer)
+                    break  # the nursery lives, and so do its other workers
+                except (OSError, TimeoutError) as error:
+                    why = self._last_words() or str(error)
+        why = why or f"the first process did not answer within {self._patience_s:g} s"
         raise MissingRequirementError(
             f"No worker process could be started: {why}.", "Play without workers: -s cluster=none"
         )

@@ -469,6 +469,19 @@ nurse(socket.socket(fileno=int(sys.argv[2])))
 """
 
 
+# As with a limit of processes, which does not hold for root.
+ONE_FORK = """
+import os
+fork, forked = os.fork, []
+def limited():
+    if forked:
+        raise BlockingIOError(11, "full")
+    forked.append(True)
+    return fork()
+os.fork = limited
+"""
+
+
 @contextmanager
 def ended(supply: LocalSupply) -> Iterator[LocalSupply]:
     try:
@@ -529,6 +542,20 @@ def test_a_worker_is_not_mixed_up_with_one_that_was_started_too_late(monkeypatch
             member = await supply.start()
             os.kill(member.pid, signal.SIGKILL)
             assert await asyncio.wait_for(member.reader.read(), 30) == b""  # its own process has ended
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_cannot_be_started_costs_no_other_one(monkeypatch):
+    """A limit of processes must not end the workers that are there."""
+
+    async def run() -> None:
+        monkeypatch.setattr("pvg.workers.local.NURSERY", ONE_FORK + LIGHT_NURSERY)
+        with ended(LocalSupply()) as supply:
+            member = await supply.start()
+            with pytest.raises(MissingRequirementError, match="Resource temporarily unavailable"):
+                await supply.start()
+            assert lives(member.pid)
 
     asyncio.run(run())
 
