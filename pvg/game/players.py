@@ -191,7 +191,7 @@ class Players:
                 f"{self.device.type} here.",
                 "Set models.device to cpu.",
             )
-        if self.device.type == "cuda" and self._ranks.here > torch.cuda.device_count():
+        if self.device.type == "cuda" and self._ranks.launch.here > torch.cuda.device_count():
             raise MissingRequirementError(
                 f"cluster.trainer_ranks = {count} needs a GPU per rank, but torch sees {torch.cuda.device_count()}.",
                 "Set fewer ranks, or models.device to cpu.",

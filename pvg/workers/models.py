@@ -186,25 +186,22 @@ class ScoringSlots:
 
     def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool
-        self._copies: list[tuple[ScoringModel, ModelCopies]] = []
+        self._copies: dict[ScoringModel, ModelCopies] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def of(self, model: ScoringModel) -> ModelCopies:
         """The copies of a model, which the caller owns. Closes those of models that are closed."""
-        for entry in [entry for entry in self._copies if entry[0].closed]:
-            self._copies.remove(entry)
-            task = asyncio.ensure_future(entry[1].close())
+        for closed in [known for known in self._copies if known.closed]:
+            task = asyncio.ensure_future(self._copies.pop(closed).close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        found = next((copies for known, copies in self._copies if known is model), None)
-        if found is None:
+        if model not in self._copies:
             fields: dict[str, Any] = {"what": "scorer", "members": 1, "aggregation": None}
             if isinstance(model, VerifierEnsemble):
                 fields |= {"members": len(model.members), "aggregation": model.aggregation}
-            found = ModelCopies(self.pool, range(self.pool.count), fields, lambda: _tensors(model))
-            self._copies.append((model, found))
-        found.weights_changed()
-        return found
+            self._copies[model] = ModelCopies(self.pool, range(self.pool.count), fields, lambda: _tensors(model))
+        self._copies[model].weights_changed()
+        return self._copies[model]
 
 
 def _tensors(model: ScoringModel) -> dict[str, Tensor]:

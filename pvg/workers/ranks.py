@@ -78,9 +78,7 @@ class RankGroup:
     rank has ended or does not answer; then this group can do nothing more."""
 
     def __init__(self, launch: Launch) -> None:
-        self.number, self.count, self.lost = launch.number, launch.processes, launch.lost
-        self.here = launch.here  # processes on this machine
-        self.local = launch.local
+        self.launch, self.number, self.count = launch, launch.number, launch.processes
         self._part: _Part | None = None
         self.used = self.broken = False  # broken: it can do nothing more
         interface = _interface_to(LOOPBACK if launch.one_machine else launch.host)
@@ -240,7 +238,7 @@ class _Part:
         rollout = Rollouts.model_validate_json(orjson.dumps(fields["rollout"]))
         models = Models.model_validate_json(orjson.dumps(fields["models"]))
         self._number, self._precision, cpu = group.number, models.compute_dtype, torch.device("cpu")
-        device = torch.device("cuda", group.local) if fields["device"] == "cuda" else cpu
+        device = torch.device("cuda", group.launch.local) if fields["device"] == "cuda" else cpu
         if self._number:
             torch.set_num_threads(fields["threads"])
         if device.type == "cuda":
@@ -356,18 +354,20 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
 
     async def prepare(self) -> None:
         """Let the ranks open their parts before their first work."""
-        if self._group.lost:
-            self._events.event("workers", event="rank lost", why=self._group.lost)
+        if self._group.launch.lost and not self._group.used:
+            self._events.event("workers", event="rank lost", why=self._group.launch.lost)
         elif self._fields["device"] == "cuda" and not self._group.used:
             self._events.event("workers", event="experimental", why="No run has used trainer ranks on GPUs yet")
-        self._group.lost, self._group.used = "", True
+        self._group.used = True
         began = time.perf_counter()
         await run_in(self._executor, self._open)
         taken_ms = (time.perf_counter() - began) * 1e3
         self._events.event("workers", event="ranks up", ranks=self._group.count, ms=taken_ms)
 
     async def close(self) -> None:
-        await run_in(self._executor, self._close)
+        if self._opened and not self._group.broken:
+            self._opened = False
+            await run_in(self._executor, self._group.do, "close")
 
     def shards(self, batch: PolicyBatch) -> list[PolicyBatch]:
         return policy_shards(batch, self._group.count)
@@ -406,11 +406,6 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
         threads = {"threads": torch.get_num_threads(), "steps": steps}
         self._group.do("open", {**self._fields, **threads}, whole=whole)
         self._moments, self._opened = {}, True
-
-    def _close(self) -> None:
-        if self._opened and not self._group.broken:
-            self._opened = False
-            self._group.do("close")
 
 
 def rank_fields(
