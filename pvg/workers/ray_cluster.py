@@ -213,8 +213,10 @@ class RayActor:
         """What `serve` yields next; None once the actor has ended."""
         try:
             return await (await anext(self.stream))
-        except (StopAsyncIteration, self.client.ray.exceptions.RayError) as error:
-            self.error = None if isinstance(error, StopAsyncIteration) else error
+        except StopAsyncIteration:
+            return None
+        except self.client.ray.exceptions.RayError as error:
+            self.error = error
             return None
 
     def end(self) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pvg.workers.process import WorkerProcess
 
 GRACE_S = 30.0  # after a loss, before workers share a node
+IMPORT_S = 300.0  # for importing torch on a slow disk of a node
 AGAIN_S = 1.0  # after a worker has ended before its first frame
 
 
@@ -92,6 +93,16 @@ class RaySupply(RayClient):
         self._nodes: set[str] = set()  # those that a worker has run on
 
     async def start(self, successor: bool = False) -> Member:
+        """Once it has imported torch, because it answers no probe before. One that hangs meanwhile has ended."""
+        member = await self._placed(successor)
+        try:
+            async with asyncio.timeout(IMPORT_S):
+                await member.next()
+        except TimeoutError:
+            member.end()
+        return member
+
+    async def _placed(self, successor: bool) -> RayMember:
         remedy = "Use fewer workers (-s cluster.workers=N; in a resumed run, cluster.max_workers)"
         async with self.room("a worker", self._needs, remedy):
             if not successor or self._needs["num_gpus"]:
@@ -141,29 +152,21 @@ class WorkerActor:
         self._frames: asyncio.Queue[Frame | Exception] = asyncio.Queue()
         self._waiting: dict[int, Frame] = {}  # frames that have come before an earlier one
         self._next = 0
-        self._process: WorkerProcess | None = None
 
     async def serve(self) -> AsyncIterator[bytes | dict[str, Any]]:
-        """`hello`, and then the frames of the worker, without end. Raises what `take` raises."""
+        """`hello`; b"" once torch is imported, which takes seconds; and then the frames of the worker, without end.
+        Raises what `take` raises."""
         yield hello()
-        opening = asyncio.create_task(self._open())
+        gc.disable()  # otherwise it scans the objects of torch again and again while they are made
+        module = await asyncio.to_thread(importlib.import_module, "pvg.workers.process")
+        gc.enable()
+        self._process: WorkerProcess = module.WorkerProcess(self._frames.put_nowait)
+        yield b""
         while True:
             frame = await self._frames.get()
             if isinstance(frame, Exception):
-                opening.cancel()
                 raise frame
             yield _bytes(frame)
-
-    async def _open(self) -> None:
-        """Import torch, which takes seconds, and begin to work."""
-        gc.disable()  # otherwise it scans the objects of torch again and again while they are made
-        try:
-            module = await asyncio.to_thread(importlib.import_module, "pvg.workers.process")
-            self._process = module.WorkerProcess(self._frames.put_nowait)
-            self._take(self._process)
-        except Exception as error:  # noqa: BLE001 - `serve` raises it
-            self._frames.put_nowait(error)
-        gc.enable()
 
     async def take(self, number: int, data: bytes, memory: Any = None) -> None:
         """Frame `number` of the driver. Ray starts calls in any order. `memory`: Ray's, where the frame's place is."""
@@ -171,16 +174,10 @@ class WorkerActor:
         if memory is not None:
             frame = Frame(frame.kind, {**frame.fields, "place": {**frame.fields["place"], "memory": memory}})
         self._waiting[number] = frame
-        if self._process is None:
-            self._frames.put_nowait(Frame("pong"))
-        else:
-            self._take(self._process)
-
-    def _take(self, process: WorkerProcess) -> None:
         try:
             while (ready := self._waiting.pop(self._next, None)) is not None:
                 self._next += 1
-                process.take(ready)
+                self._process.take(ready)
         except Exception as error:  # noqa: BLE001 - `serve` raises it
             self._frames.put_nowait(error)
 

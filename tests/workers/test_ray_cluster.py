@@ -6,7 +6,7 @@ import asyncio
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from worker_stand_ins import RecordedEvents
 
 import pvg
 from pvg.errors import MissingRequirementError, PvgError, UsageError, WorkerLostError
+from pvg.telemetry.device import processor
 from pvg.workers import ray_cluster, ray_servers
 from pvg.workers.ray_cluster import RayActor, RayClient, open_cluster, refuse_other_versions
 from pvg.workers.ray_servers import ServerAgent, ServerOrder
@@ -154,6 +155,7 @@ class FullCluster:
     """In place of the module ray."""
 
     def __init__(self) -> None:
+        self.frames = no_frames
         self.started: list[object] = []
         self.killed: list[object] = []
         self.exceptions = SimpleNamespace(RayError=OSError)
@@ -162,7 +164,7 @@ class FullCluster:
 
     def remote(self, _: type) -> SimpleNamespace:
         def start(_: object) -> SimpleNamespace:
-            serve = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=no_frames))
+            serve = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.frames))
             self.started.append(actor := SimpleNamespace(serve=serve))
             return actor
 
@@ -203,6 +205,34 @@ def test_an_actor_that_starts_after_its_caller_has_left_is_killed(full):
     asyncio.run(left())
     assert full.killed == full.started
     assert len(full.started) == 1
+
+
+def test_a_worker_gets_no_probe_while_it_imports_torch(full):
+    """Until then it may answer none for longer than a worker that hangs has."""
+    found = {"node": "n1", "pid": 7, "processor": processor(), "auth": "token", "gpus": ""}
+    found |= {"pvg": pvg.__version__, "torch": metadata.version("torch")}
+
+    async def start() -> None:
+        imported, supply = asyncio.Event(), RaySupply(2)
+        supply.events = events = RecordedEvents()
+
+        async def frames() -> AsyncIterator[Awaitable[object]]:
+            yield asyncio.sleep(0, found)
+            await imported.wait()
+            yield asyncio.sleep(0, b"")
+
+        full.frames = frames
+        starting = asyncio.create_task(supply.start())
+        while not events.of("node joined"):  # noqa: ASYNC110 - nothing tells it
+            await asyncio.sleep(0.001)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not starting.done()
+        imported.set()
+        assert (await starting).names["pid"] == 7
+        await asyncio.to_thread(supply.end)
+
+    asyncio.run(asyncio.wait_for(start(), 60))
 
 
 def test_a_cluster_without_room_is_named_and_not_waited_for_without_end(monkeypatch, full):
