@@ -448,23 +448,12 @@ def accumulate(
         return_freed_memory(size, WIDE_BYTES)  # what earlier passes have freed has other sizes
         with autocast(precision, device):
             loss, found = objective(module, micro_batch)
-        return_freed_memory(size, WIDE_BYTES)  # the backward pass begins with the most memory
         loss.backward()  # type: ignore[no-untyped-call]
-        if not losses and len(micro_batches) > 1 and size > KEPT_BYTES:
-            _join_gradients([weight for weight in module.parameters() if weight.grad is not None])
         losses.append(loss.detach())
         metrics.merge(found)
         metrics.add_sum("micro_batches", 1)
     return_freed_memory(size)
     return losses, metrics
-
-
-def _join_gradients(weights: Sequence[nn.Parameter]) -> None:
-    """Move the gradients of `weights` into one block. Each lies where activations were, and stays until the optimizer
-    steps, so they would split the memory that the activations of the next micro-batches need."""
-    sizes = [weight.numel() for weight in weights]
-    for weight, part in zip(weights, torch.split(torch.empty(sum(sizes)), sizes), strict=True):
-        weight.grad = part.view_as(weight).copy_(cast(Tensor, weight.grad))
 
 
 def checkpoint_layers(module: nn.Module) -> None:

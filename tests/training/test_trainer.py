@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from table_policy import TablePolicy, policy_batch, small_llama
-from torch import nn
 
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
@@ -361,23 +360,3 @@ def test_parameters_that_cannot_be_trained_are_refused():
     ):
         with pytest.raises(ConfigurationError, match=message):
             trainable_parameters(module)
-
-
-def test_gradients_of_a_large_model_lie_in_one_block(monkeypatch):
-    """Between activations, they would split the memory that later micro-batches need."""
-    torch.manual_seed(0)
-    module, parts = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), list(torch.randn(3, 5, 3))
-    module.unused = nn.Parameter(torch.zeros(2))
-    found = []
-
-    def loss(module, part):
-        return module[1](module[0](part)).square().sum(), Metrics()
-
-    for kept_bytes in (1 << 28, 0):
-        monkeypatch.setattr("pvg.training.trainer.KEPT_BYTES", kept_bytes)
-        accumulate(module, loss, parts, "float32")
-        found.append([weight.grad for weight in module[:2].parameters()])
-        assert module.unused.grad is None, "the optimizer would keep moments of it"
-        module.zero_grad()
-    assert all(map(torch.equal, *found))
-    assert [len({gradient.untyped_storage().data_ptr() for gradient in each}) for each in found] == [4, 1]
