@@ -229,8 +229,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One arm with one seed: one run. `evaluated`: the settings of its evaluation; None without one. `sizes`: as in
-    Arm."""
+    """One arm with one seed: one run. `evaluated`: settings of its evaluation; None without one. `sizes`: as in Arm."""
 
     arm: str
     seed: int

@@ -202,13 +202,12 @@ class TorchBackend:
         """One pass. Call it in the executor's thread."""
         rows, starts = [entry.ids for entry in inputs], [entry.prompt_length for entry in inputs]
         pad_id, device, packed = self._model.tokenizer.pad_id, self._model.device, self._packs(rows)
-        reduced = autocast(self._precision, device)
-        with torch.inference_mode(), span("score_service", device=True), reduced:
+        sizes = {"token_budget": self._token_budget, "max_length": self._model.max_length}
+        with torch.inference_mode(), span("score_service", device=True), autocast(self._precision, device):
             if packed:
                 batch = PaddedBatch(*pad_right(rows, pad_id, device), torch.tensor(starts, device=device))
             else:
-                budget, longest = self._token_budget, self._model.max_length
-                batch = pad_batch(rows, starts, pad_id, device, token_budget=budget, max_length=longest)
+                batch = pad_batch(rows, starts, pad_id, device, **sizes)
             scores_B = self._model(*batch, self._reference(inputs, batch, packed), packed=packed)
             scores: Float32 = scores_B[: len(inputs)].cpu().numpy()
         return ScoredBatch(scores)

@@ -111,8 +111,7 @@ class FixedSource:
                 sampled = await compute(lambda: objective.recompute(self._learner.module, batch))
             batch = replace(batch, sampled_logprobs=sampled)
         if objective.needs_start:
-            with span("recompute", device=True):
-                start = await compute(lambda: objective.recompute(self._learner.module, batch))
+            start = await compute(partial(objective.recompute, self._learner.module, batch))
             batch = replace(batch, proximal_logprobs=start)
         return batch
 
