@@ -84,7 +84,8 @@ async def on_the_cluster(monkeypatch, nodes: SimulatedNodes, expected: list[list
             await asyncio.sleep(0.1)
         assert len(events.of("node shared")) == 1
         print([lost["why"] for lost in events.of("lost")])
-        assert [lost["node"] for lost in events.of("lost")[2:]] == ["second", "third"]
+        # For three seconds Ray may start the successor on the node that has died: it is lost before it runs anywhere.
+        assert [lost["node"] for lost in events.of("lost")[2:] if lost["node"] != "?"] == ["second", "third"]
     finally:
         await pool.close()
 
