@@ -57,6 +57,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def in_percent(share: float) -> str:
+    """A share as whole percent: 0.843 is "84 %"."""
+    return f"{100 * share:.0f} %"
+
+
 def listed(names: Sequence[str], most: int = 20) -> str:
     """The names in one line; of many, the first ones and how many there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""

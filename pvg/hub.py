@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 
 Kind = Literal["model", "dataset"]
-Say = Callable[[str], None]
+Say = Callable[[str], object]  # shows a line to the user
+SILENT: Say = len  # does nothing with the line
 
 # Variables that huggingface_hub's HTTP client reads.
 CERTIFICATES, ROUTES = re.compile("SSL_CERT_(FILE|DIR)"), re.compile("HF_ENDPOINT|(?i:(https?|all)_proxy)")

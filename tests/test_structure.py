@@ -56,7 +56,7 @@ MOST_LINES = 700
 # A study's plan for a GPU, mixtures of reasoning-gym and a game made of TRL took 560, for which 410 went. What three
 # readers stumbled over in pvg attack, measure and evaluate took 160, for which none went.
 # Still to pay.
-MOST_LINES_OF_ALL, MOST_MODULES = 76_752, 237
+MOST_LINES_OF_ALL, MOST_MODULES = 76_760, 237
 # The tables in TOML files of pvg and the command line, to which lines of Python could move.
 MOST_LINES_OF_TABLES = 2_298
 

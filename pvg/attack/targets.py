@@ -20,7 +20,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 from pvg.attack.texts import TABLE
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError, said, shortened, visible
 from pvg.extensions import digests, is_reference, load, package_remedy, split_reference
+from pvg.hub import SILENT, Say
 from pvg.inputs import read_text
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Target:
 
 
 @asynccontextmanager
-async def open_target(spec: TargetSpec, say: Callable[[str], object] = len) -> AsyncIterator[Target]:
+async def open_target(spec: TargetSpec, say: Say = SILENT) -> AsyncIterator[Target]:
     """`say`: told what a server is waited for. Raises ConfigurationError for a file that does not load, and UsageError
     for a URL of no known route."""
     async with AsyncExitStack() as stack:
@@ -296,7 +297,7 @@ class HttpTarget(Target):
         self._verdicts = re.compile(rf"(?<!\w)(?:{words})(?!\w)", re.IGNORECASE)
 
     @classmethod
-    async def open(cls, spec: TargetSpec, stack: AsyncExitStack, say: Callable[[str], object]) -> HttpTarget:
+    async def open(cls, spec: TargetSpec, stack: AsyncExitStack, say: Say) -> HttpTarget:
         from pvg.traces.http_client import OpenAiClient, check_url
 
         check_url(spec.name)

@@ -20,7 +20,7 @@ from pvg.config.base import StrictRecord
 from pvg.errors import UsageError
 from pvg.evaluation.measures import FOLDS, NGRAMS, features, folds_of, matthews_of, probe
 from pvg.evaluation.report import JudgeAtStep, SourceRecord
-from pvg.traces.http_client import Say
+from pvg.hub import Say
 from pvg.traces.kept_results import KeptResults
 from pvg.traces.loaders import LoadedTraces, Trace
 from pvg.traces.measures import SHARES, MeasuredTrace, OtherModel, UnreadableTraces, measured

@@ -20,7 +20,7 @@ from pvg.config.load import changed, did_you_mean, nearest
 from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.sections import value_of
-from pvg.errors import ConfigurationError, UsageError, counted
+from pvg.errors import ConfigurationError, UsageError, counted, in_percent
 from pvg.hub import Say
 from pvg.planning.memory import (
     ACTIVATIONS,
@@ -651,7 +651,7 @@ def _advice(experiment: Experiment, work: BatchWork) -> Iterator[str]:
         )
     else:
         says = "Other settings of this experiment exclude sampling ahead (rollout.prefetch)"
-    yield f"The trainer waits at least {100 * waiting:.0f} % of the time for rollouts. {says}."
+    yield f"The trainer waits at least {in_percent(waiting)} of the time for rollouts. {says}."
 
 
 def _memory_advice(plan: ExperimentPlan) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import cast
 
 from markupsafe import Markup
 
-from pvg.errors import counted
+from pvg.errors import counted, in_percent
 from pvg.reporting.charts import ChartLine, ReferenceLine, line_chart, round_axis
 from pvg.reporting.formats import ABSENT, NumberStyle, change_text, duration, value_text
 from pvg.reporting.run_page import legend_key
@@ -57,7 +57,7 @@ def spread_text(measure: MeasureRecord, summary: SeedSummary) -> str:
     if summary.n == 0:
         return "no value"
     if summary.censored:
-        return f"{100 * summary.censored:.0f} % not found"
+        return f"{in_percent(summary.censored)} not found"
     return _from_to(measure_text(measure, summary.low), measure_text(measure, summary.high))
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pvg.errors import in_percent
+
 EMA_DECAY = 0.8  # averages about the last five batches, so that one unusual batch raises no alert
 GOODHART_RISE = 0.15  # rise of the fooled rate over its lowest EMA, while the score gap has closed
 
@@ -128,33 +130,33 @@ class Alerts:
             ]
         for name, what in collapses:
             if mean.get(name, 1.0) < COLLAPSE:
-                found[f"collapse {name}"] = Alert("collapse", f"The {what}{start}: {name} is {100 * mean[name]:.0f} %.")
+                found[f"collapse {name}"] = Alert("collapse", f"The {what}{start}: {name} is {in_percent(mean[name])}.")
         if mean.get("zero_signal", 0.0) > ZERO_SIGNAL:
-            says = f"{100 * mean['zero_signal']:.0f} % of the groups have equal rewards, so they give no gradient."
+            says = f"{in_percent(mean['zero_signal'])} of the groups have equal rewards, so they give no gradient."
             found["zero_signal"] = Alert("zero_signal", says)
         # In self-play, a text at the length limit can be a legal decision: no more are lost than are illegal.
         share = mean.get("truncated", 0.0)
         if min(share, 1.0 - mean.get("legal", 0.0)) > TRUNCATION:
-            found["truncation"] = Alert("truncation", f"{100 * share:.0f} % of the rollouts hit the length limit.")
+            found["truncation"] = Alert("truncation", f"{in_percent(share)} of the rollouts hit the length limit.")
         rise = mean.get("fooled_rate", 0.0) - self.lowest_fooled
         if mean.get("score_gap", 1.0) <= 0.0 and rise > GOODHART_RISE:
             says = f"The score gap closed while the fooled rate rose by {100 * rise:.0f} points"
             found["goodharting"] = Alert("goodharting", f"{says}: the prover beats the verifier.")
         if mean.get("debate_contested", 1.0) < CONTESTED:
-            says = f"Only {100 * mean['debate_contested']:.0f} % of the debates are contested"
-            message = f"{says}; in {100 * mean['debate_both_wrong']:.0f} % both sides are wrong."
+            says = f"Only {in_percent(mean['debate_contested'])} of the debates are contested"
+            message = f"{says}; in {in_percent(mean['debate_both_wrong'])} both sides are wrong."
             found["agreement"] = Alert("agreement", message)
         if abs((first := mean.get("debate_first_wins", 0.5)) - 0.5) > SEAT_BIAS:
-            message = f"The side that speaks first wins {100 * first:.0f} % of the contested debates."
+            message = f"The side that speaks first wins {in_percent(first)} of the contested debates."
             found["seat_bias"] = Alert("seat_bias", message)
         if (share := mean.get("debate_concessions", 0.0)) > CONCEDED:
-            message = f"In {100 * share:.0f} % of the debates, a side that has read the other one gives its answer."
+            message = f"In {in_percent(share)} of the debates, a side that has read the other one gives its answer."
             found["concessions"] = Alert("concessions", message)
         if (mcc := mean.get("verifier_mcc", 1.0)) < self.highest_mcc - DECAY:
             says = f"The verifier's correlation with the truth fell from {self.highest_mcc:.2f} to {mcc:.2f}"
             found["judge_decay"] = Alert("judge_decay", f"{says}: the prover learns to mislead it.")
         if metrics.get("hack_evidence", 0.0) >= 1.0:
-            says = f"The grader accepts {100 * metrics['hack_rate']:.0f} % of the audited solutions"
+            says = f"The grader accepts {in_percent(metrics['hack_rate'])} of the audited solutions"
             found["hacking"] = Alert("hacking", f"{says} against the truth.")
         for alert in (weights_queue(metrics), verifier_at_chance(metrics)):
             if alert is not None:

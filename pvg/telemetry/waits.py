@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from pvg.errors import in_percent
 from pvg.telemetry.alerts import Alert, AlertKind
 
 Result = TypeVar("Result")
@@ -229,7 +230,7 @@ def crowding(metrics: Mapping[str, float], waits: CoreTime | None = None) -> str
     if share <= SHARED or metrics.get("process_cpu", 0.0) < LEAST_CPU:
         return None
     return (
-        f"The cores are shared: pvg's threads waited for a core {100 * share:.0f} % of the time in which they were "
+        f"The cores are shared: pvg's threads waited for a core {in_percent(share)} of the time in which they were "
         "ready to run. Steps take longer; results stay the same. `pvg diagnose RUN` says why, and what to change."
     )
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 from pvg.errors import ConfigurationError, PvgError, ServerUnavailableError, UsageError
+from pvg.hub import SILENT, Say
 from pvg.inputs import has_place
 from pvg.servers.pool import HttpPool, MalformedReply, RefusedRequest, Reply, ServerFault, asked_again, pause_s
 
@@ -25,13 +26,9 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 CONCURRENCY = 8  # requests in flight
 TIMEOUT_S = 120.0  # of one request
 RETRIES = 12  # 36 s of waiting in all, for servers that start or limit the rate
-QUIET_S = 5.0  # of a wait for a reply, before the user is told
+QUIET_S = 5.0  # After so long without a reply, pvg tells the user.
 LISTED = frozenset({"id", "root", "parent", "owned_by", "max_model_len", "meta"})  # "created" may be now
 KEY_SHOWN = 8  # characters of a shorter key may be a part of other words
-
-
-Say = Callable[[str], object]
-SILENT: Say = len
 
 
 def is_url(text: str) -> bool:

@@ -27,6 +27,7 @@ import torch
 from pvg.config.base import is_run_id, parse_run_id
 from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError, UsageError
+from pvg.hub import SILENT, Say
 from pvg.models import open_model, pick_device
 from pvg.models.language_model import LanguageModel
 from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
@@ -37,7 +38,7 @@ from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.servers.pool import together
 from pvg.store.run_players import find_player
-from pvg.traces.http_client import SILENT, OpenAiClient, RefusedByServer, Say, is_url
+from pvg.traces.http_client import OpenAiClient, RefusedByServer, is_url
 from pvg.traces.loaders import Message, TraceParts
 
 EMPTY_I = np.zeros(0, dtype=np.int32)

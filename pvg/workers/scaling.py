@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pvg.errors import counted
+from pvg.errors import counted, in_percent
 from pvg.telemetry.device import note_worker_peaks
 
 WINDOW_S = 5.0  # a few steps of the embedded game; also the least time between two changes
@@ -76,12 +76,12 @@ def decide(demand: Demand, *, lowest: int, highest: int) -> Decision | None:
         return None
     workers = len(demand.busy)
     if workers < highest and demand.waited >= LEAST_WAITED and demand.trainer_idle >= LEAST_IDLE:
-        why = f"{counted(demand.waiting, 'request')} waited for {100 * demand.waited:.0f} % of the last {WINDOW_S:g} s"
-        return Decision(None, f"{why}, and the trainer was idle for {100 * demand.trainer_idle:.0f} %")
+        why = f"{counted(demand.waiting, 'request')} waited for {in_percent(demand.waited)} of the last {WINDOW_S:g} s"
+        return Decision(None, f"{why}, and the trainer was idle for {in_percent(demand.trainer_idle)}")
     if workers > lowest and demand.seen_s >= IDLE_S:
         number = max((worker for worker, busy in demand.busy.items() if busy <= MOST_BUSY), default=None)
         if number is not None:
-            return Decision(number, f"it had work for {100 * demand.busy[number]:.0f} % of about the last {IDLE_S:g} s")
+            return Decision(number, f"it had work for {in_percent(demand.busy[number])} of about the last {IDLE_S:g} s")
     return None
 
 
