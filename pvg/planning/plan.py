@@ -22,6 +22,7 @@ from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.sections import value_of
 from pvg.errors import ConfigurationError, UsageError, counted, in_percent
 from pvg.hub import Say
+from pvg.installation import native_bfloat16
 from pvg.planning.memory import (
     ACTIVATIONS,
     ASLEEP_BYTES,
@@ -237,16 +238,20 @@ class Inputs:
         gpus = experiment.serving.tensor_parallel if served else 1  # each has a part of the weights and of the keys
         share = DECODING_SHARE if served or not machine.memory_gb else OWN_DECODING_SHARE
         per_s = gpus * machine.bytes_per_s * share
-        # A multiply and an add per weight: forward 2, backward 4, recomputed activations 2, the reference 2.
+        # A multiply and an add per weight: forward 2, backward 4 (2 for frozen weights, of which only the input's
+        # gradient is needed), recomputed activations 2, the reference 2.
         trainers, referees, scorers = dividing_gpus(experiment)
-        operations = (6.0 + 2.0 * training.gradient_checkpointing) / trainers
+        operations = (6.0 - 2.0 * (training.adapters.rank > 0) + 2.0 * training.gradient_checkpointing) / trainers
         operations += 2.0 * (training.kl.coefficient > 0) / referees
         flops = machine.flops * TRAINING_SHARE
         shared = shares_prompts(experiment, prover, math.ceil(prompt) + rollout.max_tokens)
         tokens = 1 + prompt / mean / (rollout.group_size if shared else 1)
         rollouts, scores = experiment.rollouts_per_batch, 0.0
         if experiment.verifier.engine == "torch":
-            scores = rollouts * 2.0 * verifier.parameters * (prompt + mean) / flops / scorers
+            packed = shared and experiment.models.compute_dtype == "bfloat16"
+            passes = 1 + (experiment.verifier.head.kind == "implicit")  # the head's reference
+            read_tokens = mean * tokens if packed else mean + prompt
+            scores = rollouts * passes * 2.0 * verifier.parameters * read_tokens / flops / scorers
         read, reward = 0.0, experiment.game.reward
         if reader is not None and isinstance(reward, CorrectnessReward):
             # All helpful solutions, correct and different: SR reads each and writes an answer, CIR reads all prefixes.
@@ -511,7 +516,8 @@ def machine_here(experiment: Experiment) -> tuple[str, float, int]:
     """The name of the nearest machine in MACHINES, and the memory in GB and the number of GPUs of this machine (0: the
     experiment computes on the CPU). A GPU that is not in the list counts as an L40S."""
     if not experiment.models.on_gpu:
-        return "cpu", usable_memory()[0] / GB, 0
+        fast = experiment.models.compute_dtype == "bfloat16" and native_bfloat16()
+        return "cpu-bfloat16" if fast else "cpu", usable_memory()[0] / GB, 0
     import torch
 
     from pvg.models import pick_device
@@ -545,7 +551,7 @@ def plan_here(
         experiment = experiment.model_copy(update={"models": models})
     prover, verifier, reader = shapes = shapes_of(experiment, say)
     name, own_gb, count = gpu or "cpu", machine_named(gpu or "cpu").memory_gb, 1
-    if name == "cpu":
+    if not own_gb:
         name, own_gb, count = machine_here(experiment)
     inputs = Inputs.assumed(experiment, prover, verifier, MACHINES[name], reader)
     inputs.assign(given)

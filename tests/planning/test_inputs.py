@@ -29,6 +29,17 @@ def test_estimates_from_sizes_and_data_sheets() -> None:
     assert found["update_s"] == pytest.approx(0.5 + 8.0)
 
 
+def test_adapters_and_shared_prompts_save_operations_where_they_are_computed_so() -> None:
+    """Frozen weights have no gradient: 4 instead of 6, and 2 for the reference. bfloat16 scores a prompt once."""
+    for precision, read_tokens in (("float32", 256 + 500), ("bfloat16", 500 + 256 / 8)):
+        models = {"precision": precision, "device": "cuda"}
+        data = {**SERVED, "models": models, "training": {"adapters": {"rank": 8}}}
+        found = assumed(data)
+        assert found["train_token_s"] == pytest.approx(6e9 * (1 + 256 / 500 / 8) / (0.3 * 989e12))
+        scores = 2 * 2e9 * build_experiment(data).rollouts_per_batch * read_tokens  # also under the initial weights
+        assert found["other_s"] == pytest.approx(scores / (0.3 * 989e12))
+
+
 @pytest.mark.parametrize(("weights", "tokens", "written"), [({"sr": 1.0}, 500, 8), ({"cir": 1.0}, 256 + 9 * 500, 0)])
 def test_a_reader_of_the_reward_takes_time(weights: dict[str, float], tokens: int, written: int) -> None:
     """SR: each solution, and an answer of 8 tokens for 32 solutions at once. CIR: also an answer after each prefix."""
