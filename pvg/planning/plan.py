@@ -238,8 +238,7 @@ class Inputs:
         gpus = experiment.serving.tensor_parallel if served else 1  # each has a part of the weights and of the keys
         share = DECODING_SHARE if served or not machine.memory_gb else OWN_DECODING_SHARE
         per_s = gpus * machine.bytes_per_s * share
-        # A multiply and an add per weight: forward 2, backward 4 (2 for frozen weights, of which only the input's
-        # gradient is needed), recomputed activations 2, the reference 2.
+        # A multiply and an add per weight: forward 2, backward 4 (2 if frozen), recomputed activations 2, reference 2.
         trainers, referees, scorers = dividing_gpus(experiment)
         operations = (6.0 - 2.0 * (training.adapters.rank > 0) + 2.0 * training.gradient_checkpointing) / trainers
         operations += 2.0 * (training.kl.coefficient > 0) / referees
@@ -248,10 +247,9 @@ class Inputs:
         tokens = 1 + prompt / mean / (rollout.group_size if shared else 1)
         rollouts, scores = experiment.rollouts_per_batch, 0.0
         if experiment.verifier.engine == "torch":
-            packed = shared and experiment.models.compute_dtype == "bfloat16"
+            heard = mean * tokens if shared and experiment.models.compute_dtype == "bfloat16" else mean + prompt
             passes = 1 + (experiment.verifier.head.kind == "implicit")  # the head's reference
-            read_tokens = mean * tokens if packed else mean + prompt
-            scores = rollouts * passes * 2.0 * verifier.parameters * read_tokens / flops / scorers
+            scores = rollouts * passes * 2.0 * verifier.parameters * heard / flops / scorers
         read, reward = 0.0, experiment.game.reward
         if reader is not None and isinstance(reward, CorrectnessReward):
             # All helpful solutions, correct and different: SR reads each and writes an answer, CIR reads all prefixes.
@@ -516,8 +514,8 @@ def machine_here(experiment: Experiment) -> tuple[str, float, int]:
     """The name of the nearest machine in MACHINES, and the memory in GB and the number of GPUs of this machine (0: the
     experiment computes on the CPU). A GPU that is not in the list counts as an L40S."""
     if not experiment.models.on_gpu:
-        fast = experiment.models.compute_dtype == "bfloat16" and native_bfloat16()
-        return "cpu-bfloat16" if fast else "cpu", usable_memory()[0] / GB, 0
+        fast = "-bfloat16" if experiment.models.compute_dtype == "bfloat16" and native_bfloat16() else ""
+        return f"cpu{fast}", usable_memory()[0] / GB, 0
     import torch
 
     from pvg.models import pick_device
@@ -624,8 +622,7 @@ def says(plan: ExperimentPlan) -> str:
 
 def _loads(experiment: Experiment, key: str, value: Any) -> bool:
     """Whether the experiment can have this value, and has another one now."""
-    other = changed(experiment, {key: value})
-    return other is not None and other != experiment
+    return changed(experiment, {key: value}) not in (None, experiment)
 
 
 def _advice(experiment: Experiment, work: BatchWork) -> Iterator[str]:
@@ -667,17 +664,10 @@ def _memory_advice(plan: ExperimentPlan) -> Iterator[str]:
         available, served = plan.available_gb(stage) * GB, stage.place == "server"
         largest = max(stage.parts, key=stage.parts.__getitem__)
         shared = available < (plan.memory_gb or 0.0) * GB
-        limit = (
-            "a server may take of its GPU (serving.gpu_memory_utilization)"
-            if served
-            else (
-                "the server leaves of the GPU (serving.gpu_memory_utilization)"
-                if shared
-                else "the GPU has"
-                if plan.gpus
-                else "the machine has"
-            )
-        )
+        limit = "the GPU has" if plan.gpus else "the machine has"
+        if served or shared:
+            limit = "a server may take of its GPU" if served else "the server leaves of the GPU"
+            limit += " (serving.gpu_memory_utilization)"
         if stage.stage == "sample":
             rows = int((available - (stage.total - stage.parts["KV cache"])) // stage.kv_row_bytes)
             key = "serving.max_num_seqs" if served else "rollout.engine.max_rows"
