@@ -335,6 +335,11 @@ class Verifier(Section):
         description="Optimizer steps of the verifier per round (if game.growing: of round 0). More of them learn more. "
         "0 (head generative): a frozen judge.",
     )
+    keeps: Literal["nothing", "weights", "mints", "both"] = Field(
+        "nothing",
+        description="What a round's verifier keeps of earlier rounds: it starts from the previous verifier's weights, "
+        "it also learns from all earlier mints, or both. nothing: it starts from its initial weights.",
+    )
     pairs: Count = Field(
         64,
         description="Pairs of solutions per optimizer step (pairing by problem: on average). More pairs make steadier, "
@@ -354,6 +359,16 @@ class Verifier(Section):
     engine: Literal["torch", "vllm"] = Field(
         "torch", description="Where scores are computed: in this process, or on serving.verifier_servers."
     )
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether a round's verifier starts from that of the previous round."""
+        return self.keeps in ("weights", "both")
+
+    @property
+    def keeps_mints(self) -> bool:
+        """Whether a round's verifier also learns from the mints of earlier rounds."""
+        return self.keeps in ("mints", "both")
 
     @property
     def verdict_tokens(self) -> int:

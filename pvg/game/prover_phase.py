@@ -27,7 +27,7 @@ from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.sources import open_learner
 from pvg.rollout.dispatcher import partial_sampling
 from pvg.store.checkpoints import TENSORS_FILE
-from pvg.store.run_players import adapter_name, final_verifier_name, prover_weights_name, verifier_weights_name
+from pvg.store.run_players import adapter_name, prover_weights_name, saved_verifier_name, verifier_weights_name
 from pvg.telemetry.alerts import DECAY, Alerts
 from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
@@ -280,6 +280,5 @@ def read_policy(ledger: WeightsReader, name: str) -> tuple[dict[str, Tensor], Lo
 async def open_round_verifier(session: RunWithPlayers, round_: int) -> tuple[ScoringModel, float]:
     """The frozen verifier of a round (one model or an ensemble) and its acceptance threshold; the caller closes it."""
     players, read = session.players, session.ledger.read_weights
-    final = final_verifier_name(round_)  # exists if the verifier trained during the prover phase, and that has ended
-    name = final if final in session.ledger.state.weights else verifier_weights_name(round_)
+    name = saved_verifier_name(session.ledger.state.weights, round_) or verifier_weights_name(round_)
     return await players.compute(lambda: read_verifier(players.open_frozen_verifier, read, name))

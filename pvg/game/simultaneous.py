@@ -34,6 +34,7 @@ from pvg.game.verifier_phase import (
     FixedVerifier,
     calibration,
     calibration_view,
+    minted,
     minted_roles,
     pair_stream,
     scores_of_rows,
@@ -213,7 +214,7 @@ class VerifierUpdates(FixedVerifier):
         section, game = session.verifier, session.game
         view = PairView(
             session.ledger.rollout_shards,
-            session.ledger.shards(round_, Phase.MINT.value),
+            minted(session),
             keep=lambda problem_id: not is_held_out(problem_id, section.held_out),
             more=[solutions_in_memory(self._window)],
         )

@@ -1,13 +1,15 @@
-"""TRAIN_VERIFIER: a fresh verifier learns to separate correct from incorrect solutions of this round's mint.
+"""TRAIN_VERIFIER: a verifier learns to separate correct from incorrect solutions of this round's mint.
 
 Labels are correctness, never role (invariant 3). A held-out share of the mint's problems calibrates the acceptance
 threshold and measures the AUC. `read_verifier` reads the round's verifier, one model or an ensemble, from its files.
 
-With verifier.ensemble.size = K, the phase trains K members one after the other. Each starts from the initial weights
-and gets the full number of steps. The round's verifier combines their scores (pvg.models.heads). Members differ in
-the pairs that they draw, as in arXiv 2310.02743 (different training seeds, one pretrained start), and in the random
-part of a head's start weights. All learn from all problems: networks gained more from all of the data than
-from bags (arXiv 1612.01474). Member 0 equals the verifier of a run without an ensemble.
+It starts from its initial weights, unless `verifier.keeps` says what it has of earlier rounds.
+
+With verifier.ensemble.size = K, the phase trains K members one after the other, each for the full number of steps. The
+round's verifier combines their scores (pvg.models.heads). Members differ in the pairs that they draw, as in arXiv
+2310.02743 (different training seeds, one pretrained start), and in the random part of a head's start weights. All
+learn from all problems: networks gained more from all of the data than from bags (arXiv 1612.01474). Member 0 equals
+the verifier of a run without an ensemble.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel
 from pvg.records import Float32, Scorable
 from pvg.seeds import seed_for
 from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out
-from pvg.store.run_players import verifier_weights_name
+from pvg.store.run_players import saved_verifier_name, verifier_weights_name
+from pvg.store.shards import ShardInfo
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
@@ -206,10 +209,10 @@ async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemb
 async def trained(session: Session, info: PhaseInfo | None, member: int = 0) -> VerifierModel:
     """A fully trained member, continued from the last committed step; the caller closes it. Without `info`: a verifier
     with the same training on solutions alone (`PairView.rows`), without records and commits."""
-    players, section, round_, steps = session.players, session.verifier, session.state.round, steps_of_member(session)
+    players, section, steps = session.players, session.verifier, steps_of_member(session)
     await players.engine.rest(replaced=True)  # the prover phase begins with a new version
     with span("open_models"):
-        verifier = await players.compute(lambda: players.open_verifier(round_, member))
+        verifier = await players.compute(partial(untrained, session, member))
     try:
         with span("open_models"):
             stream = open_pairs(session, member, alone=info is None)
@@ -250,14 +253,38 @@ async def trained(session: Session, info: PhaseInfo | None, member: int = 0) -> 
     return verifier
 
 
+def untrained(session: Session, member: int = 0) -> VerifierModel:
+    """The verifier with which this round's training begins; the caller closes it. Runs in the compute thread."""
+    round_ = session.state.round
+    with ExitStack() as opened:
+        verifier = session.players.open_verifier(round_, member)
+        opened.callback(verifier.close)
+        if session.verifier.keeps_weights and round_ > 0:
+            before = saved_verifier_name(session.state.weights, round_ - 1)
+            if session.verifier.ensemble.kind != "none":
+                before = member_weights_name(round_ - 1, member)
+            assert before is not None, "each round saves a verifier"
+            verifier.load_trainable_state(session.ledger.read_weights(before)[0])
+        opened.pop_all()
+    return verifier
+
+
+def minted(session: Session) -> list[ShardInfo]:
+    """The mints from which this round's verifier learns, oldest first."""
+    last = session.state.round
+    rounds = range(0 if session.verifier.keeps_mints else last, last + 1)
+    return [info for round_ in rounds for info in session.ledger.shards(round_, Phase.MINT.value)]
+
+
 def open_pairs(session: Session, member: int = 0, *, alone: bool = False) -> PairStream:
     """The mint's pairs without the held-out problems, drawn by the mixture with a seed of round and member. `alone`:
     see `PairView.rows`."""
     game, round_, section = session.game, session.state.round, session.verifier
     place = ("pairs", member) if member else ("pairs",)
     seed = seed_for(session.seed, round_, *place)
-    shards = session.ledger.shards(round_, Phase.MINT.value)
-    view = PairView(session.ledger.rollout_shards, shards, keep=lambda name: not is_held_out(name, section.held_out))
+    view = PairView(
+        session.ledger.rollout_shards, minted(session), keep=lambda name: not is_held_out(name, section.held_out)
+    )
     weights = source_weights(game, sources_for_round(round_))
     return pair_stream(section, view, weights, seed, alone=alone)
 
