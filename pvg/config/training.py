@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from pvg.config.base import ByKind, Count, Folder, Player, Positive, Section, Source, Weight, with_player
+from pvg.config.base import ByKind, Count, Folder, Fraction, Player, Positive, Section, Source, Weight, with_player
 from pvg.extensions import Reference
 from pvg.installation import native_bfloat16, usable_gpus
 
@@ -251,10 +251,16 @@ YES_NO_QUESTION = "Is this solution correct? Answer yes or no."
 
 
 class LogprobHead(Section):
-    """The score is `beta` times the log-probability of the solution minus that under the initial weights."""
+    """The score is `beta` times the log-probability of the solution, minus `reference` times that under the initial
+    weights."""
 
     kind: Literal["implicit"] = "implicit"
     beta: Positive = Field(1.0, description="Scale of the score. A larger one multiplies all scores.")
+    reference: Fraction = Field(
+        1.0,
+        description="How much of the log-probability under the initial weights is subtracted. 1: style and length do "
+        "not count before training. 0: what the initial weights find unlikely scores low.",
+    )
 
 
 class LastTokenHead(Section):

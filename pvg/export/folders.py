@@ -358,9 +358,11 @@ def _write_yes_token(verifier: VerifierModel, folder: Path, facts: dict[str, Any
 def _write_implicit(verifier: VerifierModel, folder: Path, facts: dict[str, Any]) -> None:
     assert isinstance(verifier, ImplicitHead)
     facts["score_bias"], facts["beta"] = float(verifier.bias.detach()), verifier.beta
+    facts["reference"] = verifier.weight
     with verifier.trained_model() as model:
         _write_module(model.module, folder, facts)
-        cast("PreTrainedModel", verifier.start).save_pretrained(folder / REFERENCE)
+        if verifier.needs_reference:
+            cast("PreTrainedModel", verifier.start).save_pretrained(folder / REFERENCE)
         model.tokenizer.save(folder)
 
 

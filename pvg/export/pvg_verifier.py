@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from pvg.models.tokenizer import encoded, filled_ids, holds, plain_ids  # `pvg export` puts their source here
 
@@ -32,11 +32,12 @@ class ExportedVerifier:
         backend = self.tokenizer.backend_tokenizer
         self.unknown_text = json.loads(backend.to_str())["model"].get("unk_token")
         self.unknown = None if self.unknown_text is None else backend.token_to_id(self.unknown_text)
-        reference = Path(folder) / "reference"  # the implicit head compares two language models
-        kind: Any = AutoModelForCausalLM if reference.is_dir() else AutoModelForSequenceClassification
+        self.facts: dict[str, Any] = AutoConfig.from_pretrained(folder).pvg
+        # The implicit head is a language model, and may be compared with another one.
+        self.causal, reference = self.facts["head"] == "implicit", Path(folder) / "reference"
+        kind: Any = AutoModelForCausalLM if self.causal else AutoModelForSequenceClassification
         folders = [Path(folder), *([reference] if reference.is_dir() else [])]
         self.model, *self.reference = (kind.from_pretrained(each, dtype=dtype).to(device).eval() for each in folders)
-        self.facts: dict[str, Any] = self.model.config.pvg
         self.threshold: float = self.facts["threshold"]
         self.device = device
 
@@ -56,9 +57,9 @@ class ExportedVerifier:
             )
         ids = torch.tensor([prompt + rest], device=self.device)
         with torch.inference_mode():
-            if self.reference:
-                own, start = (_logprob(model, ids, len(prompt)) for model in (self.model, *self.reference))
-                value = self.facts["beta"] * (own - start)
+            if self.causal:
+                own, *start = (_logprob(model, ids, len(prompt)) for model in (self.model, *self.reference))
+                value = self.facts["beta"] * (own - self.facts["reference"] * sum(start))
             else:
                 value = self.model(ids).logits[0, 0].item()
         return float(value + self.facts["score_bias"])

@@ -231,21 +231,23 @@ class ScalarHead(VerifierModel):
 
 
 class ImplicitHead(VerifierModel):
-    """V = beta sum_t (log pi_phi(z_t) - log pi_ref(z_t)) + b over the solution's tokens z_t; b is learned and starts at
-    0.
+    """V = beta sum_t (log pi_phi(z_t) - w log pi_ref(z_t)) + b over the solution's tokens z_t; b is learned and starts
+    at 0.
 
-    pi_ref is the model's own start: a frozen copy, or with adapters the model without them on the same weights. Source:
-    the implicit reward of PRIME (arXiv 2502.01456) and earlier work, used as a verifier. An untrained one scores 0.
+    pi_ref is the model's own start: a frozen copy, or with adapters the model without them on the same weights. With
+    w = 1 it is the implicit reward of PRIME (arXiv 2502.01456) and earlier work, used as a verifier, and an untrained
+    one scores 0. With w = 0 there is no reference, as in SimPO (arXiv 2405.14734), which also divides by the length.
     """
 
     packs = True
-    needs_reference = True
     reads = "implicit"
 
-    def __init__(self, language_model: LanguageModel, beta: float) -> None:
+    def __init__(self, language_model: LanguageModel, beta: float, weight: float = 1.0) -> None:
+        """`weight`: w."""
         super().__init__(language_model)
         refuse_without_head(language_model.module)
-        self.beta = beta
+        self.beta, self.weight = beta, weight
+        self.needs_reference = weight > 0
         self.bias = nn.Parameter(torch.zeros((), dtype=torch.float32, device=language_model.device))
         # Not a submodule, because it is not trained, saved or versioned.
         self._reference_model = language_model.start()
@@ -281,9 +283,11 @@ class ImplicitHead(VerifierModel):
     ) -> Tensor:
         rows = (input_ids_BL, lengths_B, prompt_lengths_B)
         logprobs_B = self._summed(self._open_backbone(), *rows, self._packed)
-        if reference_B is None:
-            reference_B = self.reference(*rows, packed=self._packed)
-        return self.beta * (logprobs_B - reference_B) + self.bias
+        if self.needs_reference:
+            if reference_B is None:
+                reference_B = self.reference(*rows, packed=self._packed)
+            logprobs_B = logprobs_B - self.weight * reference_B
+        return self.beta * logprobs_B + self.bias
 
     def _summed(
         self, module: nn.Module, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, packed: bool
@@ -377,7 +381,7 @@ def answer_tokens(tokenizer: Tokenizer, name: str) -> tuple[int, int]:
 
 def _implicit(section: Verifier, language_model: LanguageModel) -> VerifierModel:
     assert isinstance(section.head, LogprobHead)
-    return ImplicitHead(language_model, section.head.beta)
+    return ImplicitHead(language_model, section.head.beta, section.head.reference)
 
 
 def _generative(section: Verifier, language_model: LanguageModel) -> VerifierModel:

@@ -20,6 +20,7 @@ from pvg.config.load import changed, did_you_mean, nearest
 from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.sections import value_of
+from pvg.config.training import LogprobHead
 from pvg.errors import ConfigurationError, UsageError, counted, in_percent
 from pvg.hub import Say
 from pvg.installation import native_bfloat16
@@ -248,7 +249,8 @@ class Inputs:
         rollouts, scores = experiment.rollouts_per_batch, 0.0
         if experiment.verifier.engine == "torch":
             heard = mean * tokens if shared and experiment.models.compute_dtype == "bfloat16" else mean + prompt
-            passes = 1 + (experiment.verifier.head.kind == "implicit")  # the head's reference
+            head = experiment.verifier.head
+            passes = 1 + (isinstance(head, LogprobHead) and head.reference > 0)
             scores = rollouts * passes * 2.0 * verifier.parameters * heard / flops / scorers
         read, reward = 0.0, experiment.game.reward
         if reader is not None and isinstance(reward, CorrectnessReward):

@@ -113,8 +113,8 @@ class ServedImplicit:
     inputs_per_request = 1
     extra_tokens = 1  # vLLM requires at least one sampled token
 
-    def __init__(self, beta: float) -> None:
-        self._beta = np.float32(beta)
+    def __init__(self, beta: float, weight: float = 1.0) -> None:
+        self._beta, self._weight = np.float32(beta), np.float32(weight)
 
     def tensors(self, model: VerifierModel) -> dict[str, Tensor]:
         return _backbone(model.trainable_state())
@@ -144,7 +144,7 @@ class ServedImplicit:
         return np.array([value.sum(dtype=np.float64) for value in values], dtype=np.float32)
 
     def scores(self, values: Sequence[Float32], references_N: Float32, bias: float) -> Float32:
-        return self._beta * (self.sums(values) - references_N) + np.float32(bias)
+        return self._beta * (self.sums(values) - self._weight * references_N) + np.float32(bias)
 
 
 ServedHead = ServedScalar | ServedImplicit
@@ -153,7 +153,7 @@ ServedHead = ServedScalar | ServedImplicit
 def served_head(section: Verifier) -> ServedHead:
     """The served form of the verifier's head. Raises ConfigurationError if servers cannot compute the head."""
     if isinstance(section.head, LogprobHead):
-        return ServedImplicit(section.head.beta)
+        return ServedImplicit(section.head.beta, section.head.reference)
     if section.head.kind == "scalar":
         return ServedScalar()
     raise ConfigurationError(

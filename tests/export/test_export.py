@@ -6,6 +6,7 @@ import importlib.util
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers import (
 from verifier.tiny_verifiers import CHAT, english_tokenizer, language_model, perturb, verifier
 
 import pvg
+from pvg.config.load import build_experiment
 from pvg.config.rollout import FRAME
 from pvg.config.training import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
@@ -140,6 +142,22 @@ def test_an_implicit_verifier_scores_with_its_loader_as_pvg_does(implicit: Finis
         exported.probability(QUESTION_OF_TEST, "A9")
     exported.facts["calibration"] = {"slope": 1e6, "offset": 0.5}
     assert exported.probability(QUESTION_OF_TEST, "A9") in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_an_implicit_verifier_is_exported_with_its_share_of_the_reference(
+    weight: float, implicit: FinishedRound, folder: Path
+) -> None:
+    plain = implicit.experiment.plain()
+    plain["verifier"]["head"]["reference"] = weight
+    finished = replace(implicit, experiment=build_experiment(plain))
+    place = folder / f"implicit-{weight}"
+    export_player(finished, "verifier", place)
+    assert (place / "reference").is_dir() == (weight > 0)
+    wanted = pvg_scores(finished)
+    assert wanted != pytest.approx(pvg_scores(implicit), abs=1e-2)
+    exported = loader(place)
+    assert [exported.score(QUESTION_OF_TEST, text) for text in SOLUTIONS] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_a_scalar_verifier_with_adapters_is_a_classifier(scalar: FinishedRound, folder: Path) -> None:

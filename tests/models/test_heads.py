@@ -23,10 +23,8 @@ def open_tiny(dtype: torch.dtype = torch.float32, seed: int = 0, *, tied: bool =
     return LanguageModel(model.module.to(dtype), model.tokenizer, "tiny")
 
 
-def build(head: str, dtype: torch.dtype = torch.float32, *, moved: bool = True, beta: float = 1.0, tied: bool = False):
-    model = build_verifier(
-        Verifier(head={"kind": head, "beta": beta} if head == "implicit" else head), open_tiny(dtype, tied=tied)
-    )
+def build(head: str, dtype: torch.dtype = torch.float32, *, moved: bool = True, tied: bool = False, **settings: float):
+    model = build_verifier(Verifier(head={"kind": head, **settings}), open_tiny(dtype, tied=tied))
     if moved:
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
@@ -59,8 +57,9 @@ def test_scalar_is_a_linear_function_of_the_last_hidden_state():
         assert scores_of(model, [row]).item() == pytest.approx(expected.item(), abs=1e-4)
 
 
-def test_implicit_is_the_log_ratio_to_its_start_over_the_completion():
-    model, start = build("implicit", beta=0.7), open_tiny()
+@pytest.mark.parametrize("weight", [1.0, 0.25, 0.0])
+def test_implicit_is_the_log_ratio_to_its_start_over_the_completion(weight):
+    model, start = build("implicit", beta=0.7, reference=weight), open_tiny()
 
     def logprob(module, row):
         ids = torch.from_numpy(row.astype(np.int64))
@@ -68,7 +67,7 @@ def test_implicit_is_the_log_ratio_to_its_start_over_the_completion():
         return sum(logp[t - 1, ids[t]].item() for t in range(PROMPT, len(row)))
 
     for row in some_rows(4):
-        expected = 0.7 * (logprob(model.backbone, row) - logprob(start.module, row)) + model.bias.item()
+        expected = 0.7 * (logprob(model.backbone, row) - weight * logprob(start.module, row)) + model.bias.item()
         assert abs(expected) > 1e-2
         assert scores_of(model, [row]).item() == pytest.approx(expected, abs=1e-3)
 

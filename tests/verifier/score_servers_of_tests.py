@@ -41,7 +41,9 @@ class Heard:
 
 
 def head_table(head):
-    return {"kind": head, "beta": BETA} if head == "implicit" else {"kind": head}
+    """`head`: its kind, for `implicit` also with its weight of the reference."""
+    kind, _, weight = head.partition(" ")
+    return {"kind": kind, "beta": BETA, "reference": float(weight or 1)} if kind == "implicit" else {"kind": kind}
 
 
 def base(head):

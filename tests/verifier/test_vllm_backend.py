@@ -14,7 +14,7 @@ HEADS = ["scalar", "implicit"]
 pytestmark = [pytest.mark.usefixtures("control_key"), pytest.mark.slow]
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", [*HEADS, "implicit 0.5", "implicit 0"])
 def test_scores_are_torchs_and_servers_share_the_work(head, tmp_path, executor):
     async def play():
         async with scored(tmp_path, head, executor, 2) as (*fakes, bench):
