@@ -21,7 +21,7 @@ from pvg.config.operation import LocalCluster, RayCluster, Serving, has_workers,
 from pvg.config.rollout import TEXTS_FOR_A_TASK, WordedPrompts
 from pvg.config.sections import AllSections, value_of
 from pvg.config.task import PLAY_ONLY, PlayTask
-from pvg.config.training import SOLUTIONS_PER_PROBLEM, Kl, VerdictHead, Verifier, Warmup
+from pvg.config.training import SOLUTIONS_PER_PROBLEM, Kl, LogprobHead, VerdictHead, Verifier, Warmup
 
 # Sources of models that were not trained with the tags of prompts = "tag". A folder may hold one that was.
 WITHOUT_TAGS = ("hf:", "gguf:")
@@ -315,10 +315,11 @@ def _verdicts(experiment: AllSections) -> Iterator[str]:
     """What a generative verifier cannot do, and what only it can do."""
     verifier, cluster = experiment.verifier, experiment.cluster.kind
     if not isinstance(verifier.head, VerdictHead):
-        if not verifier.steps:
+        means_nothing = not isinstance(verifier.head, LogprobHead) or verifier.head.reference == 1.0
+        if not verifier.steps and means_nothing:
             yield (
                 f"verifier.steps = 0 leaves verifier.head = {verifier.head.kind!r} untrained, and its scores mean "
-                "nothing; set it to 1 or more, or verifier.head to 'generative'"
+                "nothing; set it to 1 or more, verifier.head to 'generative', or verifier.head.reference to 0"
             )
         return
     without = "verifier.head = 'generative' cannot be combined with"
