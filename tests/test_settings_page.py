@@ -69,9 +69,9 @@ def test_a_section_is_explained_with_its_settings() -> None:
 
 def test_there_are_no_more_settings_than_one_can_know() -> None:
     """A new setting has to take the place of another one. A debate needs its turns, its order and its fork, a critic
-    its pay, a verifier that writes its votes and their length, a reward that reads its reader and two weights, and the
-    part legibility its reader."""
-    assert len(valid_keys()) <= 156
+    its pay, a verifier that writes its votes and their length, a reward that reads its reader and two weights, the part
+    legibility its reader, and a verifier what it keeps and how much of the reference it subtracts."""
+    assert len(valid_keys()) <= 158
 
 
 NAMES = ("modchain", "code", "diplomacy-mini", "diplomacy-plan", "qwen-gsm8k-lora", "smollm2-gsm8k")

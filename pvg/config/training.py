@@ -258,8 +258,8 @@ class LogprobHead(Section):
     beta: Positive = Field(1.0, description="Scale of the score. A larger one multiplies all scores.")
     reference: Fraction = Field(
         1.0,
-        description="How much of the log-probability under the initial weights is subtracted. 1: style and length do "
-        "not count before training. 0: what the initial weights find unlikely scores low.",
+        description="Share of the log-probability under the initial weights that is subtracted. "
+        "0: what those find unlikely scores low.",
     )
 
 
@@ -343,8 +343,8 @@ class Verifier(Section):
     )
     keeps: Literal["nothing", "weights", "mints", "both"] = Field(
         "nothing",
-        description="What a round's verifier keeps of earlier rounds: it starts from the previous verifier's weights, "
-        "it also learns from all earlier mints, or both. nothing: it starts from its initial weights.",
+        description="What a verifier keeps of earlier rounds: the weights with which it starts, the mints from which "
+        "it learns, or both.",
     )
     pairs: Count = Field(
         64,
