@@ -338,8 +338,8 @@ class Verifier(Section):
     )
     steps: Annotated[int, Field(ge=0)] = Field(
         100,
-        description="Optimizer steps of the verifier per round (if game.growing: of round 0). More of them learn more. "
-        "0: a frozen judge (head generative, or implicit with reference below 1).",
+        description="Optimizer steps of the verifier per round (if game.growing: of round 0). 0: a frozen judge "
+        "(generative, or with reference below 1).",
     )
     keeps: Literal["nothing", "weights", "mints", "both"] = Field(
         "nothing",
