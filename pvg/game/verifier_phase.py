@@ -419,7 +419,7 @@ def calibration(correct_N: NDArray[np.bool_], helpful_N: NDArray[np.bool_], scor
 
     Correct solutions of the sneaky role are failed attempts to be wrong, and often look like flaws, so they do not
     count. A threshold that a fixed share of the correct solutions reaches falls among the flaws where the scores of
-    correct solutions have a long lower tail (docs/results/embedded-game.md has both figures).
+    correct solutions have a long lower tail (docs/results/growing-game.md has both figures).
     """
     wanted_N = correct_N & helpful_N
     if not wanted_N.any():
