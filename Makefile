@@ -187,7 +187,6 @@ $(PEERS_STAMP): benchmarks/peers/constraints.txt
 
 bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run each (6 minutes and three games; nothing else should run)
 	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml --out "$(REPORTS)/peers-grpo.json"
-	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s workload.trl.processes=2 --out "$(REPORTS)/peers-grpo-processes.json"
 	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s training.kl.coefficient=0 --out "$(REPORTS)/peers-grpo-no-kl.json"
 	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s workload.trl.torch_compile=true --out "$(REPORTS)/peers-grpo-compiled.json"
 	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s workload.stops=true --out "$(REPORTS)/peers-grpo-stopping.json"

@@ -1,11 +1,7 @@
-"""What both workers of TRL share: training arguments, the start of several processes, and facts for the report."""
+"""What both workers of TRL share: training arguments, and facts for the report."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -39,36 +35,11 @@ def arguments(folder: Path) -> dict[str, Any]:
     }
 
 
-def join_processes(processes: int) -> int:
-    """Make this process rank 0 of `processes`, and start the other ranks as `accelerate launch --cpu` does: the same
-    script, with the variables that accelerate reads. Returns the rank of this process. Ranks other than 0 have no
-    standard input, and end with an error if rank 0 ends."""
-    if processes == 1 or "RANK" in os.environ:
-        return int(os.environ.get("RANK", "0"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {
-        "ACCELERATE_USE_CPU": "true",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-    }
-    for rank in range(1, processes):
-        environment = dict(os.environ) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, *sys.argv]
-        subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
-    return 0
-
-
-def facts(parameters: int, settings: dict[str, Any], processes: int = 1) -> dict[str, Any]:
+def facts(parameters: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Facts for the report. `settings`: TRL's arguments; those that name this machine's folders are left out."""
     return {
         "parameters": parameters,
         "settings": {key: value for key, value in settings.items() if key not in NOT_REPORTED},
-        "threads": torch.get_num_threads() * processes,
-        "processes": processes,
+        "threads": torch.get_num_threads(),
         "versions": {"python": python_version()} | {name: version(name) for name in PACKAGES},
     }

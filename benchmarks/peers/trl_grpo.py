@@ -3,8 +3,7 @@
     .venv-peers/bin/python benchmarks/peers/trl_grpo.py FOLDER      # started by sides.py
 
 A step is all of its training loop between the ends of two steps: data loader, generation, rewards, the reference's
-log-probs, loss, backward, optimizer. With `trl.processes=2`, two processes with half of the threads each share a step,
-as under `accelerate launch`; rank 0 takes the times.
+log-probs, loss, backward, optimizer.
 """
 
 from __future__ import annotations
@@ -16,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trl_environment import arguments, facts, join_processes
+from trl_environment import arguments, facts
 from work import Orders, model_folder, peak_gb, read_work, reward
 
-WORK = read_work(Path(sys.argv[1]))
-PROCESSES: int = WORK["trl"].pop("processes")
-RANK = join_processes(PROCESSES)
 # Before the imports below: what they print must not reach the driver as an answer.
 ORDERS = Orders()
 
@@ -58,34 +54,29 @@ class PauseBetweenSteps(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         step_s = time.perf_counter() - self._began
         trainer = self.trainer
-        if RANK == 0:
-            ORDERS.answer(
-                {
-                    "step_s": step_s,
-                    "rollout_s": trainer.rollout_s,
-                    "train_s": step_s - trainer.rollout_s,
-                    "peak_gb": peak_gb(),
-                    "completion_tokens": trainer._metrics["train"]["completions/mean_length"][-1],
-                }
-            )
+        ORDERS.answer(
+            {
+                "step_s": step_s,
+                "rollout_s": trainer.rollout_s,
+                "train_s": step_s - trainer.rollout_s,
+                "peak_gb": peak_gb(),
+                "completion_tokens": trainer._metrics["train"]["completions/mean_length"][-1],
+            }
+        )
         return self._wait(control)
 
     def _wait(self, control: Any) -> Any:
-        """Only rank 0 reads orders; the other ranks wait for its answer."""
-        ordered = torch.tensor(RANK == 0 and ORDERS.wait(), dtype=torch.int32)
-        if PROCESSES > 1:
-            torch.distributed.broadcast(ordered, src=0)
-        control.should_training_stop = not ordered
+        control.should_training_stop = not ORDERS.wait()
         self._began = time.perf_counter()
         return control
 
 
 def main(folder: Path) -> None:
-    work = WORK
-    torch.set_num_threads(max(1, work["threads"] // PROCESSES))
+    work = read_work(folder)
+    torch.set_num_threads(work["threads"])
     settings = {
         **arguments(folder),
-        "per_device_train_batch_size": work["groups"] * work["group_size"] // PROCESSES,
+        "per_device_train_batch_size": work["groups"] * work["group_size"],
         "num_generations": work["group_size"],
         "max_completion_length": work["max_tokens"],
         "temperature": work["temperature"],
@@ -107,8 +98,7 @@ def main(folder: Path) -> None:
     pauses.trainer = trainer
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     prompt_ids = trainer.processing_class(work["prompts"][0])["input_ids"]
-    if RANK == 0:
-        ORDERS.answer(facts(parameters, settings, PROCESSES) | {"prompt_tokens": len(prompt_ids)})
+    ORDERS.answer(facts(parameters, settings) | {"prompt_tokens": len(prompt_ids)})
     trainer.train()
 
 
