@@ -116,7 +116,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 if dtype == torch.float32:
                     grad_VD.addmm_(slope_CV.T, hidden_CD.float())
                 else:
-                    grad_VD += slope_CV.T @ hidden_CD.to(dtype)
+                    cast_CD = hidden_CD.to(dtype)
+                    rows = -(-PRODUCT_NUMBERS // cast_CD.shape[1]) if grad_VD.device.type == "cpu" else len(grad_VD)
+                    blocks = zip(torch.split(grad_VD, rows), torch.split(slope_CV, rows, dim=1), strict=True)
+                    for part_WD, slope_CW in blocks:
+                        part_WD.add_(slope_CW.T @ cast_CD)
         return (
             torch.cat(grad_hidden) if wants_hidden else None,
             None if grad_VD is None else grad_VD.to(weight_VD.dtype),
@@ -139,6 +143,8 @@ def _head_logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, fi
 # On a CPU. 4M float32 logits are 16 MB: 32 tokens of a 131k vocabulary, or a whole micro-batch of a character
 # tokenizer.
 DEFAULT_LOGITS_CHUNK = 4_194_304
+# In 16 bits, the head's gradient there adds up products of so many numbers, and not one as large as the head.
+PRODUCT_NUMBERS = 1 << 22
 # On a GPU one chunk takes this share of the whole memory, so the products are large enough for it: on one with 80 GB,
 # 1,024 tokens of a 152k vocabulary. About four such chunks exist at once. The free memory would be another choice, but
 # it differs between a run and its resumed second half, and the chunk changes the last bits of a gradient.
