@@ -3,8 +3,10 @@
 libgomp's default is 300,000 iterations, some 16 ms on a current x86 processor. This costs nothing on an idle machine.
 If other processes use the cores, one of two threads often spins while its partner waits for a core, at every operation.
 On 2 cores shared with five other processes, a GRPO step took 16 to 30 s this way, and 4 to 6 s with 10,000 iterations.
-On the idle machine, decoding a batch took 0.30 s with 300,000 and with 30,000 iterations, 0.33 s with 10,000 and 0.40 s
-with 3,000.
+On the idle machine, decoding a batch took 0.30 s with 300,000 and with 30,000 iterations, and 0.33 s with 10,000.
+
+Also limits how many compiled products oneDNN keeps, which computes in bfloat16. It compiles one for each number of
+rows, and by default keeps 1,024, of about 0.6 MB each.
 """
 
 from __future__ import annotations
@@ -15,12 +17,18 @@ import sys
 VARIABLE = "GOMP_SPINCOUNT"
 TURNS = 30_000
 OTHERS = ("OMP_WAIT_POLICY",)  # a user who sets this has made the choice
+CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # oneDNN's own, and torch's
+KEPT = 64  # a layer needs some 25, forward and backward
 
 
 def bound_spinning() -> bool:
     """Limit spinning to TURNS iterations in this process and its children. Returns False if it is too late because
     torch is loaded (libgomp reads its variables once), or if the user has made another choice."""
-    if "torch" in sys.modules or any(name in os.environ for name in (VARIABLE, *OTHERS)):
+    if "torch" in sys.modules:
+        return False
+    for name in CACHES:
+        os.environ.setdefault(name, str(KEPT))
+    if any(name in os.environ for name in (VARIABLE, *OTHERS)):
         return False
     os.environ[VARIABLE] = str(TURNS)
     return True

@@ -28,6 +28,14 @@ def test_the_command_bounds_spinning_unless_the_user_decided(variables: dict[str
     assert say(COMMAND, **variables) == turns
 
 
+def test_the_command_bounds_what_onednn_keeps_unless_the_user_decided() -> None:
+    """One number of rows needs some 25 products for each layer. By default oneDNN keeps 1,024."""
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    code = f"import os; os.environ.pop({name!r}, None); import pvg_cli.main; print(os.environ[{name!r}])"
+    assert 25 <= int(say(code)) <= 128
+    assert say(f"import pvg_cli.main, os; print(os.environ[{name!r}])", **{name: "300"}) == "300"
+
+
 def test_once_torch_is_loaded_it_is_too_late_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch  # noqa: F401
 
