@@ -32,7 +32,7 @@ from pvg.config.training import Adapters, DataType, Models, ModelSection, Verifi
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
-from pvg.models.compute import explained
+from pvg.models.compute import explained, return_freed_memory
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel, context_of, without_progress_bars
 from pvg.models.logprobs import mark_without_head
@@ -111,10 +111,13 @@ def open_source(section: ModelSection, device: torch.device, data_type: DataType
     if is_run_id(section.source):
         return open_saved_player(section, lambda base: open_source(base, device, data_type))
     place, name = located(section.source)
+    return_freed_memory(4 * weight_bytes(section))  # reading may take as much, from a packed file
     with without_progress_bars():
         read = _read_gguf if place.is_file() else _read_directory
         module, tokenizer = read(place, DTYPES[data_type], name)
-    return LanguageModel(module.to(device), tokenizer, name)
+    model = LanguageModel(module.to(device), tokenizer, name)
+    return_freed_memory(model.num_parameters * model.dtype.itemsize)  # of what reading took
+    return model
 
 
 def located(source: str) -> tuple[Path, str]:
@@ -286,6 +289,8 @@ def _refuse_misfits(directory: Path, module: PreTrainedModel, loading: dict[str,
 
 
 def _read_gguf(file: Path, dtype: torch.dtype, name: str) -> tuple[PreTrainedModel, Tokenizer]:
+    from accelerate import init_empty_weights  # one of GGUF_READERS
+
     config, fast, _ = _gguf_header(file)
     arguments: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     if hasattr(transformers, "GgufConfig"):  # releases without it have no packed weights
@@ -293,9 +298,11 @@ def _read_gguf(file: Path, dtype: torch.dtype, name: str) -> tuple[PreTrainedMod
     packed = AutoModelForCausalLM.from_pretrained(
         file.parent, config=copy.deepcopy(config), dtype=torch.float32, **arguments
     )
-    # The loaded model counts as quantized and cannot be saved. A new one with its weights can.
-    module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    module.load_state_dict(packed.state_dict())
+    # The loaded model counts as quantized and cannot be saved. A new one around its weights can.
+    with init_empty_weights(include_buffers=False):
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    module.load_state_dict({name: tensor.to(dtype) for name, tensor in packed.state_dict().items()}, assign=True)
+    module.tie_weights()
     module.generation_config = packed.generation_config
     return module, Tokenizer(fast, name, module.generation_config)
 

