@@ -112,8 +112,8 @@ class Experiment(AllSections):
 
     @property
     def verifier_is_on_base(self) -> bool:
-        """Whether the verifier is adapters on the base prover's own weights."""
-        return self.verifier.adapters.rank > 0 and self.models.verifier == self.models.prover
+        """Whether the verifier is adapters on the base prover's own weights, which a warm start changes."""
+        return self.verifier.adapters.rank > 0 and self.models.verifier == self.models.prover and not self.warmup.path
 
     @property
     def servers_rest(self) -> bool:

@@ -31,7 +31,7 @@ import pvg
 from pvg.config.base import READER, is_hub_id, is_run_id, parse, parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.operation import LocalCluster, has_workers, ranks_of
-from pvg.config.rollout import TorchSampling
+from pvg.config.rollout import Prompts, TorchSampling, WordedPrompts
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.hub import Say, fetch_config
 from pvg.inputs import expanded
@@ -406,6 +406,18 @@ def training_parts(
     }
 
 
+CHARACTERS_PER_TOKEN, TOKENS_AROUND = 3, 6  # of a text, and of the marks around a message in a chat: assumed
+
+
+def written_tokens(prompts: Prompts) -> int:
+    """About the tokens of a prompt in words: instructions, examples, and a question as long as theirs."""
+    if not isinstance(prompts, WordedPrompts):
+        return 0
+    examples = [text for each in prompts.examples or () for text in (each.question, each.helpful)]
+    texts = [prompts.helpful or "", *examples, max(examples[::2], key=len, default=""), ""]
+    return sum(TOKENS_AROUND + len(text) // CHARACTERS_PER_TOKEN for text in texts)
+
+
 def memory_of(
     experiment: Experiment,
     prover: ModelShape,
@@ -476,7 +488,8 @@ def memory_of(
 
     kv_row = float(length * prover.kv_bytes(sampling))
     if isinstance(engine, TorchSampling):
-        rows = min(engine.max_rows, experiment.rollouts_per_batch)
+        tested = 2 * experiment.game.test.problems * experiment.game.test.samples  # both roles
+        rows = min(engine.max_rows, max(numbers.rollouts_per_batch, numbers.mint_rollouts_per_round, tested))
         resident = {name: training[name] for name in ("trained weights", "optimizer")}
         resident |= policy.copy(KEPT_BYTES) if on_cpu else _driver_bytes(experiment, policy)
         parts = {**frozen, **copy, "verifier": verifier_bytes, **reading, **resident, "KV cache": rows * kv_row}

@@ -36,6 +36,7 @@ from pvg.planning.memory import (
     read_shape,
     reader_bytes,
     shares_prompts,
+    written_tokens,
 )
 from pvg.reporting.formats import compact, sample_seconds, short_seconds
 from pvg.store.run_players import base_source
@@ -325,6 +326,7 @@ def work_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = Non
     rollouts = experiment.rollouts_per_batch
     lengths = lognormal_lengths(inputs["mean_tokens"], inputs["sigma"], rollout.max_tokens)
     ahead = isinstance(rollout.prefetch, SamplingAhead) and overlaps(experiment)
+    seconds: dict[str, Any] = {name: inputs[name] for name in INPUTS if name.endswith("_s")}
     return BatchWork(
         rollouts=rollouts,
         mean_length=float(lengths.mean()),
@@ -332,13 +334,7 @@ def work_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = Non
         workers=workers or configured,
         slots=slots,
         concurrency=rollout.concurrency,
-        token_s=inputs["token_s"],
-        row_s=inputs["row_s"],
-        request_s=inputs["request_s"],
-        train_token_s=inputs["train_token_s"],
-        other_s=inputs["other_s"],
-        read_s=inputs["read_s"],
-        update_s=inputs["update_s"],
+        **seconds,
         ahead=rollout.prefetch.batches if ahead else 0,
         samplers_score=ahead and isinstance(rollout.engine, TorchSampling),
     )
@@ -471,7 +467,8 @@ def plan_of(
     in_process = isinstance(experiment.rollout.engine, TorchSampling)
     work = work_of(experiment, inputs, workers=workers)
     work = replace(work, one_gpu=gpus == work.workers == 1 and not in_process)
-    prompt, gpu_bytes = math.ceil(inputs["prompt_tokens"]), memory_gb * GB if memory_gb and gpus else None
+    prompt = max(math.ceil(inputs["prompt_tokens"]), written_tokens(experiment.prompts))
+    gpu_bytes = memory_gb * GB if memory_gb and gpus else None
     sizes: dict[str, Any] = {"prompt_tokens": prompt, "slots": work.slots, "gpu_bytes": gpu_bytes, "reader": reader}
     memory = memory_of(experiment, prover, verifier, **sizes)
     bounds = bounds_of(work)

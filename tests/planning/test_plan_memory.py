@@ -142,6 +142,18 @@ def test_gradients_of_earlier_micro_batches_stay_and_a_resting_engine_has_no_wei
     assert all(sampler in stage for stage in parts(cluster={"kind": "local", "workers": 2}))  # theirs never rests
 
 
+def test_samples_of_a_mint_and_long_examples_take_memory_too(tmp_path: Path) -> None:
+    found, text = shape(QWEN_7B, tmp_path), "word " * 200
+    examples = [{"question": text, "helpful": text, "sneaky": text}]
+    data = {"name": "few", "prompts": {"kind": "chat", "examples": examples}, "training": {"groups": 2}}
+    experiment = build_experiment(data)
+    assert experiment.rollouts_per_batch < 256 <= experiment.arithmetic().mint_rollouts_per_round
+    plan = plan_of(experiment, Inputs.assumed(experiment, found, found, MACHINES["cpu"]), found, found, gpus=0)
+    sampling = plan.memory[2]
+    assert sampling.rows == 256
+    assert sampling.kv_row_bytes > (3 * 200 + experiment.rollout.max_tokens) * found.kv_bytes(4)
+
+
 @pytest.mark.parametrize("rank", [0, 16])
 def test_the_driver_of_local_workers_has_what_is_trained_once_more_on_their_first_gpu(
     rank: int, tmp_path: Path
@@ -271,10 +283,13 @@ def test_adapters_on_the_base_share_its_weights(tmp_path: Path) -> None:
         "training": {"adapters": lora},
         "rollout": {"engine": "vllm"},
     }
-    plans = list(memory_of(build_experiment(data), found, found, prompt_tokens=256, slots=64, gpu_bytes=80e9))
+    lengths: dict[str, Any] = {"prompt_tokens": 256, "slots": 64, "gpu_bytes": 80e9}
+    plans = list(memory_of(build_experiment(data), found, found, **lengths))
     assert plans[0].parts["base prover"] == 2 * found.parameters
     assert plans[0].parts["verifier"] == 4 * found.adapter_parameters(16)
     assert plans[1].parts["verifier's initial weights"] == 0
+    warm = memory_of(build_experiment(data | {"warmup": {"path": "rows.jsonl"}}), found, found, **lengths)
+    assert [plan.parts.get("verifier's initial weights") for plan in warm] == [None, 2 * found.parameters, None]
     assert (plans[2].place, plans[2].rows) == ("server", 64)
 
 
