@@ -54,9 +54,10 @@ MOST_LINES = 700
 # on graders (pvg.attack), bridges and the hack alarm took 4,600 lines, for which 2,400 others went. SR and CIR as
 # rewards, legibility in pvg evaluate, pvg check and files that are never replaced took 1,400, for which 750 went.
 # A study's plan for a GPU, mixtures of reasoning-gym and a game made of TRL took 560, for which 410 went. What three
-# readers stumbled over in pvg attack, measure and evaluate took 160, for which none went.
+# readers stumbled over in pvg attack, measure and evaluate took 160, for which none went. What a verifier keeps, the
+# weight of its reference, and the time and memory of bfloat16 on a CPU took 100, for which 55 went.
 # Still to pay.
-MOST_LINES_OF_ALL, MOST_MODULES = 76_760, 237
+MOST_LINES_OF_ALL, MOST_MODULES = 76_806, 237
 # The tables in TOML files of pvg and the command line, to which lines of Python could move.
 MOST_LINES_OF_TABLES = 2_298
 
