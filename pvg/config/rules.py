@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pvg.config.game import (
+    CgcReward,
     ConsultancyProtocol,
     CriticProtocol,
     DebateProtocol,
@@ -591,6 +592,18 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
             "models.dtype = 'bfloat16' rounds small updates of adapters away where the prover samples with merged "
             "weights; set it to 'float32', or use vLLM servers with weights.transport = 'lora'"
         )
+    verifier, head = experiment.verifier, experiment.verifier.head
+    for key, used in (("keeps", verifier.keeps != "nothing"), ("ensemble", verifier.ensemble.kind != "none")):
+        if used and not verifier.steps:
+            yield f"verifier.{key} has no effect with verifier.steps = 0, which trains no verifier"
+    if isinstance(head, LogprobHead) and head.reference < 1.0 and isinstance(reward, CgcReward):
+        # A nat per token is more than fluent solutions need, and less than unlikely ones.
+        low = -head.beta * (1.0 - head.reference) * experiment.rollout.max_tokens
+        if reward.floor > low:
+            yield (
+                f"game.reward.floor = {reward.floor:g} may be above a long solution's score, which ends the game: with "
+                f"verifier.head.reference = {head.reference:g} a score is a log-probability; set it to {4 * low:g}"
+            )
     if experiment.weights.transport.kind == "nccl":
         yield "weights.transport = 'nccl' is experimental: no GPU has run it; the tested one is 'filesystem'"
 

@@ -62,9 +62,9 @@ def kind_for(experiment: Experiment, purpose: Purpose) -> Kind:
     if purpose == "prover":
         return "generator"
     head = experiment.verifier.head.kind
-    if purpose == "reference" and head != "implicit":
+    if purpose == "reference" and not getattr(experiment.verifier.head, "reference", 0.0):
         raise ConfigurationError(
-            f"Only the implicit head has a reference, but verifier.head is {head!r}.",
+            f"Only the implicit head with verifier.head.reference above 0 has a reference; verifier.head is {head!r}.",
             "Start the verifier alone: pvg serve EXPERIMENT --for verifier",
         )
     if head not in ("scalar", "implicit"):

@@ -110,3 +110,17 @@ def test_a_verifier_that_keeps_both_resumes_in_the_middle_of_its_training(kind: 
     outcome, stopped = played(experiment, tmp_path / "stopped", resume=True)
     assert outcome.status == "complete"
     assert not differences(fingerprint(whole.path.parent), fingerprint(stopped.path.parent))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"verifier.steps": 0, "verifier.keeps": "both"}, "verifier.keeps has no effect"),
+        ({"verifier.steps": 0, "verifier.ensemble": {"kind": "min", "size": 2}}, "verifier.ensemble has no effect"),
+        ({"rollout.max_tokens": 60}, "game.reward.floor = -40"),
+    ],
+)
+def test_what_does_not_fit_a_score_without_reference_is_told(settings: dict[str, Any], named: str) -> None:
+    plain = {"verifier.head.reference": 0.0, "game.reward.floor": -40.0}
+    assert not any(named in line for line in changed(plain).warnings())
+    assert any(named in line for line in changed({**plain, **settings}).warnings())
