@@ -26,8 +26,8 @@ def bound_spinning() -> bool:
     torch is loaded (libgomp reads its variables once), or if the user has made another choice."""
     if "torch" in sys.modules:
         return False
-    for name in CACHES:
-        os.environ.setdefault(name, str(KEPT))
+    if not any(name in os.environ for name in CACHES):
+        os.environ |= dict.fromkeys(CACHES, str(KEPT))
     if any(name in os.environ for name in (VARIABLE, *OTHERS)):
         return False
     os.environ[VARIABLE] = str(TURNS)

@@ -30,10 +30,13 @@ def test_the_command_bounds_spinning_unless_the_user_decided(variables: dict[str
 
 def test_the_command_bounds_what_onednn_keeps_unless_the_user_decided() -> None:
     """One number of rows needs some 25 products for each layer. By default oneDNN keeps 1,024."""
-    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
-    code = f"import os; os.environ.pop({name!r}, None); import pvg_cli.main; print(os.environ[{name!r}])"
-    assert 25 <= int(say(code)) <= 128
-    assert say(f"import pvg_cli.main, os; print(os.environ[{name!r}])", **{name: "300"}) == "300"
+    name, other = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
+    start = f"import os; [os.environ.pop(each, None) for each in ({name!r}, {other!r})]; "
+    end = f"import pvg_cli.main; print(os.environ.get({name!r}), os.environ.get({other!r}))"
+    kept, same = say(start + end).split()
+    assert kept == same
+    assert 25 <= int(kept) <= 128
+    assert say(f"{start}os.environ[{other!r}] = '300'; {end}").split() == ["None", "300"]
 
 
 def test_once_torch_is_loaded_it_is_too_late_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,6 +293,11 @@ def _verifier_servers(experiment: AllSections) -> Iterator[str]:
             f"verifier.head = {verifier.head.kind!r} runs only with torch; set verifier.engine to 'torch', or "
             "verifier.head to 'implicit' or 'scalar'"
         )
+    if serving.reference_servers and not getattr(verifier.head, "reference", 0.0):
+        yield (
+            f"serving.reference_servers are never asked: verifier.head = {verifier.head.kind!r} subtracts no reference "
+            "here; leave them out"
+        )
     if shared := set(serving.verifier_servers) & set(serving.reference_servers):
         yield (
             f"{sorted(shared)[0]} is in serving.verifier_servers and in serving.reference_servers, but a server has "

@@ -26,7 +26,7 @@ from pvg.game.prover_phase import StopRule, open_phase, open_trainer
 from pvg.game.rewards import credit_of
 from pvg.game.session import Session
 from pvg.game.statistics import sampling_metrics, staleness_metrics
-from pvg.game.verifier_phase import calibration_view, keep_verifier, open_pairs, phase_steps, untrained
+from pvg.game.verifier_phase import calibration_view, keep_verifier, open_pairs, phase_steps, starting_verifier
 from pvg.models.heads import GenerativeHead
 from pvg.records import Grade, Group, Problem, Role, Split
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
@@ -55,7 +55,7 @@ async def train_verifier(session: Session) -> None:
     started = time.perf_counter()
     await players.engine.rest(replaced=True)  # the prover phase begins with a new version
     with span("open_models"):
-        verifier = await players.compute(partial(untrained, session))
+        verifier = await players.compute(partial(starting_verifier, session))
     assert isinstance(verifier, GenerativeHead)
     try:
         async with verdict_session(session, verifier) as (own, verdicts):

@@ -212,7 +212,7 @@ async def trained(session: Session, info: PhaseInfo | None, member: int = 0) -> 
     players, section, steps = session.players, session.verifier, steps_of_member(session)
     await players.engine.rest(replaced=True)  # the prover phase begins with a new version
     with span("open_models"):
-        verifier = await players.compute(partial(untrained, session, member))
+        verifier = await players.compute(partial(starting_verifier, session, member))
     try:
         with span("open_models"):
             stream = open_pairs(session, member, alone=info is None)
@@ -253,7 +253,7 @@ async def trained(session: Session, info: PhaseInfo | None, member: int = 0) -> 
     return verifier
 
 
-def untrained(session: Session, member: int = 0) -> VerifierModel:
+def starting_verifier(session: Session, member: int = 0) -> VerifierModel:
     """The verifier with which this round's training begins; the caller closes it. Runs in the compute thread."""
     round_ = session.state.round
     with ExitStack() as opened:

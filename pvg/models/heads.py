@@ -250,11 +250,12 @@ class ImplicitHead(VerifierModel):
         self.needs_reference = weight > 0
         self.bias = nn.Parameter(torch.zeros((), dtype=torch.float32, device=language_model.device))
         # Not a submodule, because it is not trained, saved or versioned.
-        self._reference_model = language_model.start()
+        self._reference_model = language_model.start() if self.needs_reference else None
 
     @property
     def start(self) -> nn.Module:
-        """pi_ref. Raises ModelClosedError after `close`."""
+        """pi_ref, which only a head with a reference has. Raises ModelClosedError after `close`."""
+        assert self._reference_model is not None, "w = 0"
         return cast(nn.Module, self._reference_model.module)
 
     def reference(
@@ -265,18 +266,19 @@ class ImplicitHead(VerifierModel):
         It uses the caller's autocast precision, like the scores, so both sums are equal before training.
         """
         with torch.no_grad():
-            start = self._reference_model.module
-            return self._summed(start, input_ids_BL, lengths_B, prompt_lengths_B, packed)
+            return self._summed(self.start, input_ids_BL, lengths_B, prompt_lengths_B, packed)
 
     def share_with(self, other: VerifierModel) -> None:
         if not isinstance(other, ImplicitHead):
             raise TypeError(f"an implicit head cannot share its start with {type(other).__name__}")
-        self._reference_model.close()
-        self._reference_model = other._reference_model.again()
+        if self._reference_model is not None and other._reference_model is not None:
+            self._reference_model.close()
+            self._reference_model = other._reference_model.again()
 
     def close(self) -> None:
         super().close()
-        self._reference_model.close()
+        if self._reference_model is not None:
+            self._reference_model.close()
 
     def _scores(
         self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None

@@ -557,11 +557,11 @@ def _packs(shape: ModelShape) -> bool:
 def _frozen_verifier_bytes(experiment: Experiment, verifier: ModelInTraining) -> float:
     """What training the verifier needs besides the trained weights: under adapters the frozen model, for the implicit
     head the initial weights, which give the reference, and for a generative one the weights that sample."""
-    weights, kind = float(verifier.shape.parameters * BYTES[verifier.dtype]), experiment.verifier.head.kind
-    sampler = weights if kind == "generative" else 0.0
+    weights, head = float(verifier.shape.parameters * BYTES[verifier.dtype]), experiment.verifier.head
+    sampler = weights if head.kind == "generative" else 0.0
     if verifier.rank:
         return sampler + (0.0 if experiment.verifier_is_on_base else weights)
-    return weights if kind == "implicit" else sampler
+    return weights if getattr(head, "reference", 0.0) else sampler
 
 
 def _scoring_bytes(experiment: Experiment, verifier: ModelInTraining) -> float:

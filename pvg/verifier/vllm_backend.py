@@ -400,7 +400,7 @@ class VerifierServing:
         self._held: _Version | None = None
         self._holder: Claim | None = None
         urls = experiment.serving.verifier_servers
-        references = experiment.serving.reference_servers if isinstance(self.head, ServedImplicit) else ()
+        references = experiment.serving.reference_servers  # none for a head without a reference (pvg.config.rules)
         concurrency = CONCURRENCY * (2 if references else 1)
         self.connections = Connections.open(experiment.serving, experiment.weights, concurrency)
         self.verifiers = self._servers("verifier", urls)

@@ -65,7 +65,7 @@ def test_a_verifier_begins_with_the_weights_and_the_mints_that_it_keeps(
 ) -> None:
     begun: list[str] = []
     learned: list[set[str]] = []
-    opened, view = verifier_phase.untrained, PairView.__init__
+    opened, view = verifier_phase.starting_verifier, PairView.__init__
 
     def begins(*args: Any) -> VerifierModel:
         verifier = opened(*args)
@@ -77,7 +77,7 @@ def test_a_verifier_begins_with_the_weights_and_the_mints_that_it_keeps(
         learned.append({self.problem_ids[number] for number in set(self.problems_R.tolist())})
 
     for module in (verifier_phase, verdict_phase):
-        monkeypatch.setattr(module, "untrained", begins)
+        monkeypatch.setattr(module, "starting_verifier", begins)
     monkeypatch.setattr(PairView, "__init__", views)
     monkeypatch.setattr(SimultaneousSchedule, "problems", 4)
     outcome, run = played(changed({**GAME, **KINDS[kind], "verifier.keeps": keeps}), tmp_path)
