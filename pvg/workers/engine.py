@@ -111,7 +111,9 @@ class WorkerEngine(Engine):
         try:
             return await row.future
         except asyncio.CancelledError:
-            self._cancel(row)
+            if row.block is not None and row.block.answer is not None:
+                self._pool.tell(row.block.shard, Frame("cut", {"ids": [request.id]}))
+                row.block.end_if_done()
             raise
         finally:
             self.requests_in_flight -= 1
@@ -187,8 +189,3 @@ class WorkerEngine(Engine):
         if block.take(frame):
             stats = frame.fields["stats"]
             self.stats = self.stats.plus(replace(stats, seconds=stats.seconds / len(self._pool.sampling)))
-
-    def _cancel(self, row: _Row) -> None:
-        if row.block is not None and row.block.answer is not None and not row.block.answer.done():
-            self._pool.tell(row.block.shard, Frame("cancel", {"ids": [row.request.id]}))
-            row.block.end_if_done()

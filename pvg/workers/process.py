@@ -38,7 +38,7 @@ from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel
 from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.sources import open_learner, open_verifier
 from pvg.rollout import EngineSetup, open_engine
-from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats, PartialCompletion
+from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats, GenerationRequest, PartialCompletion
 from pvg.servers.publishing import WeightUpdate
 from pvg.telemetry.device import peak_memory
 from pvg.telemetry.spans import run_in
@@ -73,7 +73,6 @@ class Worker:
         self._executor = executor
         self._tasks: set[asyncio.Task[None]] = set()
         self._models: dict[int, TrainedModel | ScoringModel] = {}
-        self._sampling: dict[str, asyncio.Task[Completion]] = {}  # by the request's id
         self._reported = EngineStats()
         self.base: LanguageModel
         self.experiment: Experiment
@@ -82,8 +81,9 @@ class Worker:
 
     def take(self, frame: Frame) -> None:
         """Answer each frame in a separate task, by the method of its kind. The executor keeps the order of work."""
-        if frame.kind in ("cancel", "cut"):
-            self._interrupt(frame)
+        if frame.kind == "cut":
+            if self._opened:
+                self._engine.cut(frame.fields["ids"])
             return
         task = asyncio.create_task(self._answer(getattr(self, f"_{frame.kind}"), frame))
         self._tasks.add(task)
@@ -203,42 +203,25 @@ class Worker:
 
     async def _generate(self, frame: Frame) -> None:
         """Sample a block of requests. Completions are sent as they finish, those of one turn of the loop together."""
-        requests = frame.fields["requests"]
-        await run_in(self._executor, int)  # the first work of the thread opens the engine
-        tasks = {asyncio.create_task(self._engine.generate(request)): n for n, request in enumerate(requests)}
-        own = {requests[number].id: task for task, number in tasks.items()}
-        self._sampling |= own
-        error: BaseException | None = None
-        waiting = set(tasks)
-        try:
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                delivered: dict[int, Completion | PartialCompletion | None] = {}
-                for task in done:
-                    failure = asyncio.CancelledError() if task.cancelled() else task.exception()
-                    if failure is None:
-                        delivered[tasks[task]] = task.result()
-                    elif isinstance(failure, CutShort):
-                        delivered[tasks[task]] = failure.partial
-                    elif not isinstance(failure, asyncio.CancelledError):
-                        error = error or failure
-                before, self._reported = self._reported, self._engine.stats
-                found = {"rows": [*delivered], "found": [*delivered.values()], "stats": self._reported.since(before)}
-                self._send(Frame("completed", {**found, "id": frame.fields["id"]}))
-        finally:
-            for id_, task in own.items():
-                if self._sampling.get(id_) is task:  # a request that goes on after a cut has the same id
-                    del self._sampling[id_]
-        if error is not None:
-            raise error
+        found: dict[int, Completion | PartialCompletion | None] = {}
 
-    def _interrupt(self, frame: Frame) -> None:
-        if frame.kind == "cut":
-            self._engine.cut(frame.fields["ids"])
-            return
-        for id_ in frame.fields["ids"]:
-            if id_ in self._sampling:
-                self._sampling[id_].cancel()
+        async def sample(row: int, request: GenerationRequest) -> None:
+            try:
+                found[row] = await self._engine.generate(request)
+            except CutShort as cut:
+                found[row] = cut.partial
+
+        await run_in(self._executor, int)  # the first work of the thread opens the engine
+        tasks = [asyncio.create_task(sample(*entry)) for entry in enumerate(frame.fields["requests"])]
+        waiting = set(tasks)
+        while waiting:
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            before, self._reported = self._reported, self._engine.stats
+            fields = {"rows": [*found], "found": [*found.values()], "stats": self._reported.since(before)}
+            self._send(Frame("completed", {**fields, "id": frame.fields["id"]}))
+            found.clear()
+        for task in tasks:
+            task.result()  # raises what the engine has raised
 
     # --- computing, in the thread -------------------------------------------------------------------------------------
 

@@ -320,6 +320,16 @@ def test_a_worker_has_no_second_set_of_the_layers_with_adapters():
         shared.close()
 
 
+def test_a_cut_may_come_before_a_worker_has_opened_its_models():
+    """The driver cuts requests that it has sent, also while a new worker takes over."""
+
+    async def early(executor: ThreadPoolExecutor) -> None:
+        Worker(print, executor).take(Frame("cut", {"ids": ["x"]}))
+
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.run(early(executor))
+
+
 async def killed_after_its_last_completion(pool: WorkerPool, events: RecordedEvents, expected: list[bytes]) -> None:
     """A worker dies between its last completion and its confirmation. The next one must not sample the finished block
     again: the next block would join its rows, and rows of different ages round differently."""
