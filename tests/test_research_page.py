@@ -26,10 +26,12 @@ TOML_BLOCKS = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```"
 COMMANDS = [re.findall(r"-s (\S+)", line) for line in re.findall(r"^pvg train (.*)$", PAGE, flags=re.MULTILINE)]
 
 
-def test_the_page_shows_the_files_as_they_are() -> None:
+def test_the_page_has_every_example_and_shows_it_as_it_is() -> None:
     paths = [path for path in (ROOT / "examples").glob("*.py") if path.name not in PROGRAMS]
     files = {f"examples/{path.name}": path.read_text() for path in paths}
-    assert files == BLOCKS
+    linked = {f"examples/{name}" for name in re.findall(r"\]\(\.\./examples/(\w+\.py)\)", PAGE)}
+    assert {*BLOCKS, *linked} == {*files}
+    assert {name: files[name] for name in BLOCKS} == BLOCKS
     shown = str(TOML_BLOCKS) + str(COMMANDS)
     assert [name for name in files if name not in shown] == [], "an example that no game is played with"
 
@@ -55,4 +57,5 @@ def test_a_game_is_played_with_it(settings: Any, tmp_path: Path, monkeypatch: py
         outcome = asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False))
     assert outcome.status == "complete"
     assert len(outcome.rounds) == experiment.game.rounds
-    assert next(path.read_text() for path in run.code.iterdir()) in BLOCKS.values()
+    examples = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    assert next(path.read_text() for path in run.code.iterdir()) in examples
