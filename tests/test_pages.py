@@ -67,8 +67,7 @@ def test_the_glossary_has_every_reward_and_the_columns_of_the_rounds_table() -> 
 def test_every_experiment_is_a_recipe_with_a_command(path: Path) -> None:
     page = (DOCS / "quickstart.md").read_text()
     name = load_experiment(path).name
-    assert f"| `{name}` |" in page
-    assert re.search(rf"^pvg train {name}\b", page, flags=re.MULTILINE)
+    assert re.search(rf"^\| `pvg train {name}[` ]", page, flags=re.MULTILINE)
 
 
 SHORT = {"cluster": "none", "game.rounds": 1, "game.mint_problems": 24, "game.test.problems": 8}
