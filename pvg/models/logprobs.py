@@ -98,13 +98,20 @@ class _TokenLogprobs(torch.autograd.Function):
         finish, chunk, dtype = ctx.finish, ctx.chunk, ctx.dtype
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = []
-        grad_VD = torch.zeros(weight_VD.shape, dtype=torch.float32, device=weight_VD.device) if wants_weight else None
+        # Of float32 weights in 16 bits, it goes onto the gradient of earlier micro-batches. Like slopes in the place of
+        # logits, this saves memory when most of it is taken.
+        casts = wants_weight and weight_VD.is_leaf and dtype != weight_VD.dtype == torch.float32
+        grad_VD = weight_VD.grad if casts else None
+        adds = grad_VD is not None
+        if wants_weight and not adds:
+            grad_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
         grad_V = torch.zeros(weight_VD.shape[0], dtype=torch.float32, device=weight_VD.device) if wants_bias else None
         head = cast_VD, _ = _cast_head(weight_VD, bias_V, dtype)
         parts = (hidden_ND, targets_N, sums_N, grad_N)
         for hidden_CD, targets_C, sums_C, grad_C in zip(*(torch.split(part, chunk) for part in parts), strict=True):
             logits_CV = _head_logits(hidden_CD, *head, finish) if kept is None else kept
-            slope_CV = (logits_CV - sums_C[:, None]).exp_().mul_(-grad_C[:, None])
+            less = logits_CV.sub_ if kept is None and finish.cap is None else logits_CV.sub
+            slope_CV = less(sums_C[:, None]).exp_().mul_(-grad_C[:, None])
             slope_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])
             slope_CV = finish.backward(slope_CV, logits_CV)
             if grad_V is not None:
@@ -123,7 +130,7 @@ class _TokenLogprobs(torch.autograd.Function):
                         part_WD.add_(slope_CW.T @ cast_CD)
         return (
             torch.cat(grad_hidden) if wants_hidden else None,
-            None if grad_VD is None else grad_VD.to(weight_VD.dtype),
+            None if adds or grad_VD is None else grad_VD.to(weight_VD.dtype),
             None if grad_V is None or bias_V is None else grad_V.to(bias_V.dtype),
             *[None] * 4,
         )

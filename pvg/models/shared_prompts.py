@@ -121,14 +121,15 @@ class _Linear(torch.autograd.Function):
     """y = h W^T + b of linear layers with one input h: silu(x) up, or the norm w n of x with n = x r and
     r = (mean x^2 + epsilon)^(-1/2), for which dx = r (w dh - n mean(w dh n)) and dw = sum of dh n. Without layers, h.
 
-    Neither h nor cast weights are kept, because the backward pass computes them again in little time. It adds up what h
-    gets from several layers as autograd does, to the same bits."""
+    Neither h nor cast weights are kept, because the backward pass computes them again in little time, and n only in the
+    precision of the products, as what enters them. It adds up what h gets from several layers as autograd does, to the
+    same bits."""
 
     @staticmethod
     def forward(
         ctx: Any, how: Any, x_TI: Tensor, up_TI: Tensor | None, norm_I: Tensor | None, *weights: Any
     ) -> tuple[Tensor, ...]:
-        (ctx.dtype, epsilon), rate_T1 = how, None
+        (ctx.dtype, epsilon), ctx.wide, rate_T1 = how, x_TI.dtype, None
         if norm_I is not None:
             wide = x_TI.dtype if x_TI.dtype.itemsize > 2 else torch.float32
             length_T1 = torch.linalg.vector_norm(x_TI, dim=1, keepdim=True, dtype=wide)
@@ -138,7 +139,7 @@ class _Linear(torch.autograd.Function):
         else:
             assert up_TI is not None
             input_TI = (silu(x_TI) * up_TI).to(ctx.dtype)
-        ctx.save_for_backward(x_TI, up_TI, norm_I, rate_T1, *weights)
+        ctx.save_for_backward(x_TI if norm_I is None else x_TI.to(ctx.dtype), up_TI, norm_I, rate_T1, *weights)
         pairs = zip(weights[::2], weights[1::2], strict=True)
         found = [linear(input_TI, W.to(ctx.dtype), b if b is None else b.to(ctx.dtype)) for W, b in pairs]
         return tuple(found) if weights else (input_TI,)
@@ -146,7 +147,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, up_TI, norm_I, rate_T1, *weights = ctx.saved_tensors
-        _, wants_x, wants_up, wants_norm, *wanted = ctx.needs_input_grad
+        x_TI, (_, wants_x, wants_up, wants_norm, *wanted) = x_TI.to(ctx.wide), ctx.needs_input_grad
         active_TI = None if up_TI is None else silu(x_TI)
         of_weights: list[Tensor | None] = [None] * len(weights)
         if any(wanted):

@@ -392,7 +392,7 @@ def training_parts(
     head_gradient = 0.0 if model.rank else FLOAT32 * shape.vocabulary * shape.width / model.gpus
     gradients = FLOAT32 * model.trained / model.gpus
     frozen = shape.parameters * BYTES[model.dtype] / model.gpus if model.rank and model.gpus > 1 else 0.0
-    early = head_gradient + (gradients if accumulates else 0.0)
+    early = gradients + (0.0 if casts else head_gradient) if accumulates else head_gradient  # as _TokenLogprobs adds it
     start = everything + max(after, passing) + early
     end = layer + passing + gradients
     return {

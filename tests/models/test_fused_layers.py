@@ -12,6 +12,7 @@ from pvg.models.language_model import LanguageModel
 from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
 from pvg.models.packing import pack_rows, packed_attention, pad_right
 from pvg.models.shared_prompts import fused_hidden, knows, packed_hidden
+from pvg.planning.memory import GROUP, ModelShape, Pass, activations_of
 from pvg.training.trainer import checkpoint_layers
 
 pytestmark = pytest.mark.slow
@@ -124,6 +125,34 @@ def test_in_bfloat16_the_norms_are_computed_in_float32():
         plain_TD = packed_hidden(model, packed, fused_layers=False)
     assert fused_TD.dtype == torch.bfloat16
     torch.testing.assert_close(fused_TD, plain_TD, rtol=0.05, atol=0.05)
+
+
+def test_under_autocast_gradients_err_no_more_than_those_of_transformers():
+    exact = gradients(model := build(), padded(model))
+
+    def error(logprobs_BL):
+        found = gradients(model, logprobs_BL)
+        return sum(float((found[name] - gradient).square().sum()) for name, gradient in exact.items()) ** 0.5
+
+    with torch.autocast("cpu", torch.bfloat16):
+        fused, plain = error(shared_prompt_logprobs(model, *rows())), error(padded(model))
+    assert 0 < fused < 1.2 * plain
+
+
+@pytest.mark.parametrize(("precision", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_a_layer_keeps_its_states_in_the_precision_of_passes(precision, size):
+    width, inner, heads, keys = 192, 512, 3, 64
+    config = transformers.LlamaConfig(
+        hidden_size=width, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=heads, vocab_size=64,
+        num_key_value_heads=1, tie_word_embeddings=True,
+    )  # fmt: skip
+    found = Pass("float32", precision, prompt=40, completion=31)
+    # Two norms, queries, and the result of attention as computed and as gathered; keys and values, each row with its
+    # own of the prompt; gates. In float32, the sum of each head's softmax and the rate of each norm.
+    of_keys = (40 + GROUP * (40 + 30)) / found.positions
+    expected = size * (5 * width + 2 * keys * of_keys + 2 * inner) + 4 * (heads + 2)
+    layer = activations_of(ModelShape("small", 2, width, keys, 64, 0, 0, config), found).layer
+    assert layer == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("whole", [False, True])  # the prompts of rows(), or the whole row

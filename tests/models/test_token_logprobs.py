@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pvg.models.compute import LiveBytes
 from pvg.models.logprobs import LogitTransform, token_logprobs
 
 FINISHES = [
@@ -62,3 +63,20 @@ def test_under_autocast_only_the_products_are_bfloat16(numbers, monkeypatch):
     wanted = torch.autograd.grad(expected.sum(), inputs[:3])
     torch.testing.assert_close(gradients, wanted, rtol=0.05, atol=0.1)
     assert torch.cosine_similarity(gradients[1].flatten(), wanted[1].flatten(), dim=0) > 0.9999
+
+
+def test_in_bfloat16_no_second_gradient_of_the_head_is_there_beside_that_of_earlier_micro_batches():
+    """256 times as many words as numbers of a state: beside the gradient, 8 chunks of logits are little."""
+    torch.manual_seed(0)
+    head, hidden_ND = torch.nn.Linear(64, 16_384, bias=False), torch.randn(8, 64, requires_grad=True)
+    targets_N, peaks, sums = torch.randint(0, 16_384, (8,)), [], []
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = token_logprobs(hidden_ND, head.weight, None, targets_N, LogitTransform(), 1)
+        with LiveBytes(head) as live:
+            found.sum().backward()
+        peaks.append(live.peak)
+        sums.append(head.weight.grad.clone())
+        head.register_buffer("earlier", head.weight.grad)  # does not count as new
+    assert peaks[0] - peaks[1] > 0.9 * head.weight.nbytes
+    torch.testing.assert_close(sums[1], 2 * sums[0])
