@@ -356,17 +356,19 @@ class Players:
     def template(self, verifier: ScoringModel) -> VerifierTemplate:
         return template_of(self._experiment.prompts, self.task, verifier)
 
-    def pair_source(self, stream: PairStream, verifier: VerifierModel, start_step: int) -> PairSource:
-        """The batches of `stream` for the training of `verifier`, from step `start_step` on."""
+    def pair_source(self, stream: PairStream, verifier: VerifierModel, start_step: int, steps: int) -> PairSource:
+        """The batches of `stream` for the training of `verifier`, from step `start_step` on to `steps`. The caller
+        closes it. While workers compute a gradient, this process makes the next batch."""
         return PairSource(
             stream,
             self.template(verifier),
             verifier,
             self._experiment.verifier,
-            executor=self.executor,
+            executor=self.executor if self.workers is None else self.batching,
             start_step=start_step,
             source_fingerprint=self.base.tokenizer.fingerprint,
             precision=self.models.compute_dtype,
+            ahead=0 if self.workers is None else steps,
         )
 
     def scorer(self, verifier: ScoringModel, *, beside_trainer: bool = False) -> VerifierScorer:

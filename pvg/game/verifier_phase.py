@@ -221,7 +221,7 @@ async def trained(session: Session, info: PhaseInfo | None, member: int = 0) -> 
             workers = players.verifier_workers(verifier)
             start = 0 if info is None else session.state.step - member * steps
             settings = optimizer_settings(section, steps)
-            source = players.pair_source(stream, verifier, start)
+            source = players.pair_source(stream, verifier, start, steps)
             trainer = verifier_trainer(session, verifier, source, settings, workers)
             if info is not None and (checkpoint := session.ledger.read_checkpoint()) is not None:
                 trainer.load_state(*checkpoint)
@@ -245,6 +245,7 @@ async def trained(session: Session, info: PhaseInfo | None, member: int = 0) -> 
                     await session.commit_trainer(trainer, step=done)
             await session.settled()
         finally:
+            await source.close()
             if workers is not None:
                 await workers.close()
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import re
@@ -24,7 +25,7 @@ from pvg.models.packing import PaddedBatch, batches, pad_batch
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Int32
 from pvg.store.pairs import Pairs, PairStream
-from pvg.telemetry.spans import run_in, span
+from pvg.telemetry.spans import span, submit_in
 
 # The verifier's input: a problem and a solution as token ids.
 
@@ -258,9 +259,10 @@ class PairSource:
         start_step: int = 0,
         source_fingerprint: str | None = None,
         precision: str = "float32",
+        ahead: int = 0,
     ) -> None:
         """`source_fingerprint`: of the tokenizer that sampled the stored solutions (see VerifierTemplate). `precision`:
-        that of the training."""
+        that of the training. `ahead`: the executor makes the batches of steps below it beside the step before each."""
         self._stream = stream
         self._template = template
         self._model = model
@@ -271,6 +273,8 @@ class PairSource:
         self._precision = precision
         self._draw = _drawing(stream, section)
         self._references_R: Float32 = np.empty(0, dtype=np.float32)  # NaN: not computed yet
+        self._ahead = ahead
+        self._begun: asyncio.Future[VerifierBatch] | None = None
 
     @property
     def step(self) -> int:
@@ -280,9 +284,16 @@ class PairSource:
     async def next_batch(self) -> VerifierBatch | None:
         """`section.pairs` pairs (approximately, with pairing by problem); never None. The executor reads, renders and
         computes references."""
-        batch = await run_in(self._executor, self._batch, self._step)
+        work, self._begun = self._begun or submit_in(self._executor, self._batch, self._step), None
+        batch = await work
         self._step += 1
+        self._begun = submit_in(self._executor, self._batch, self._step) if self._step < self._ahead else None
         return batch
+
+    async def close(self) -> None:
+        """Wait for the batch that is being made, which uses the model."""
+        if self._begun is not None:
+            await asyncio.wait([self._begun])
 
     def _batch(self, step: int) -> VerifierBatch:
         with span("draw_pairs"):

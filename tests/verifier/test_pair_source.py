@@ -98,6 +98,32 @@ def test_references_are_the_models_own_and_computed_once_per_solution(tmp_path, 
     assert source._references_R.size <= 2 * 18
 
 
+def test_the_next_batch_is_made_ahead_up_to_the_last_step_and_is_the_same(tmp_path, executor):
+    model, stream, drawn = open_verifier(), open_stream(tmp_path, toy_rollouts(0, 20)), []
+    draw = stream.draw
+    stream.draw = lambda step, n: drawn.append(step) or draw(step, n)
+
+    async def batches(**options):
+        source = open_source(stream, model, executor, **options)
+        for _ in range(3):
+            batch = await source.next_batch()
+            await source.close()
+            yield batch
+
+    async def compare():
+        ahead, plain = batches(ahead=3), batches()
+        for so_far in ([0, 1], [0, 1, 2], [0, 1, 2]):
+            one = await anext(ahead)
+            assert drawn == so_far
+            other = await anext(plain)
+            del drawn[-1]
+            np.testing.assert_array_equal(one.references_N, other.references_N)
+            np.testing.assert_array_equal(one.pairs_M2, other.pairs_M2)
+            np.testing.assert_array_equal(np.concatenate(one.sequences), np.concatenate(other.sequences))
+
+    asyncio.run(compare())
+
+
 BY_PROBLEM = SECTION.model_copy(update={"pairing": "problem"})
 
 
