@@ -350,8 +350,9 @@ class Tokenizer:
 
     def without_end(self, ids: Int32) -> Int32:
         """`ids` int32 [n] without end tokens at the end."""
-        kept = np.flatnonzero(~np.isin(ids, self.end_ids))
-        return ids[: kept[-1] + 1 if kept.size else 0]
+        while len(ids) and ids[-1] in self.end_ids:
+            ids = ids[:-1]
+        return ids
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json to `directory`."""

@@ -444,7 +444,8 @@ class _Hall(Generic[S]):
             if most < 1:
                 line.heard, table.full = line.heard[:-1], True
                 return
-        sampling = replace(sampling, max_tokens=most)
+        if most != sampling.max_tokens:  # rows with one object for all are sent to workers in less time
+            sampling = replace(sampling, max_tokens=most)
         completion = await policy.engine.generate(line.request(self.call, table.sample, sampling, on_tokens=tell))
         await leave()
         rules, grade = self.interaction.rules, None

@@ -96,7 +96,7 @@ class TorchEngine(Engine):
             raise ConfigurationError(f"max_rows ({max_rows}) and max_in_flight ({max_in_flight}) must be at least 1.")
         check_layers(model.module)
         self._model = model
-        self._vocabulary = int(model.module.get_input_embeddings().weight.shape[0])
+        self._vocabulary, self._longest = int(model.module.get_input_embeddings().weight.shape[0]), model.max_length
         self._max_rows = max_rows
         self.max_in_flight = max_in_flight
         self._executor = executor
@@ -399,10 +399,10 @@ class TorchEngine(Engine):
                 "Encode prompts with the tokenizer of the same model.",
             )
         longest = len(prompt) + sampling.max_tokens
-        if longest > self._model.max_length:
+        if longest > self._longest:
             raise ConfigurationError(
                 f"Request {request.id!r}: a prompt of {len(prompt)} tokens plus {sampling.max_tokens} new ones is "
-                f"{longest} tokens, more than the model's {self._model.max_length}.",
+                f"{longest} tokens, more than the model's {self._longest}.",
                 "Lower rollout.max_tokens or shorten the prompts.",
             )
 

@@ -348,7 +348,7 @@ class VerifierScorer(Scorer, Closing):
     ) -> None:
         """`max_rows`: verdicts of a generative verifier that are decoded together. `threshold`: the verifier accepts a
         solution whose score reaches it; None where it is not known. `owned`: what `close` closes, such as the model."""
-        self._model = model
+        self._model, self._context = model, model.max_length
         self._template = template
         self._version = version
         self._token_budget = token_budget
@@ -488,7 +488,7 @@ class VerifierScorer(Scorer, Closing):
         ids, prompt_length = self._template.tokens(
             rollout.question, rollout.text, rollout.completion_ids, self._prover_fingerprint
         )
-        context = self._model.max_length
+        context = self._context
         if len(ids) > context or padded_width(len(ids), context) > self._token_budget:
             raise ConfigurationError(
                 f"Rollout {rollout.id} needs {len(ids)} tokens to verify. This exceeds the verifier's context "

@@ -171,7 +171,8 @@ class WorkerEngine(Engine):
             del self._blocks[block]
             return
         try:
-            requests = [replace(row.request, on_tokens=None) for row in block.rows]  # it stays here
+            asked = (row.request for row in block.rows)  # `on_tokens` stays here
+            requests = [each if each.on_tokens is None else replace(each, on_tokens=None) for each in asked]
             frame = Frame("generate", {"requests": requests})
             block.answer = self._pool.submit(block.shard, frame, partial(self._take, block))
         except Exception as error:  # noqa: BLE001 - it belongs to the callers
