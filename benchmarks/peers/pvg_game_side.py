@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/peers/pvg_game_side.py FOLDER      # started by sides.py
 
-A sample is a whole game with another seed, from the opening of the models to the last test.
+A sample is a whole game with another seed, from the opening of the models to the last test. Libraries load before it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pvg.planning.memory import read_shape
 from pvg.reporting.run_summary import read_run
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.events import SilentObserver
+from pvg.workers.choice import open_supply
 
 
 async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
@@ -27,10 +28,12 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
     seed = experiment.seed
     while orders.wait():
         game = experiment.model_copy(update={"seed": seed})
+        if (supply := open_supply(game)) is not None:
+            (await supply.start()).end()  # so it has loaded them
         began = time.perf_counter()
         run = RunDirectory.create(folder / "runs", f"seed-{seed}", game)
         with run.lock():
-            await play(game, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
+            await play(game, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False, supply=supply)
         seconds, summary = time.perf_counter() - began, read_run(run)
         last = summary.rounds[max(summary.rounds)]
         parts = {
