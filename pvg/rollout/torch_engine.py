@@ -272,14 +272,15 @@ class TorchEngine(Engine):
             except NotLeanError as error:
                 reason = str(error)
             else:
-                self._events.event("gen", event="decoder", decoding="lean", batching=_name(self._continuous))
+                batching = "continuous" if self._continuous else "whole"
+                self._events.event("gen", event="decoder", decoding="lean", batching=batching)
                 most = min(self._max_rows, self.max_in_flight)  # DeviceRows takes memory for all of them at once
                 if lean.device.type != "cuda":
                     return LeanRows(lean, most, continuous=self._continuous)
                 from pvg.rollout.device_rows import DeviceRows
 
                 return DeviceRows(lean, most, continuous=self._continuous)
-        self._events.event("gen", event="decoder", decoding="module", batching=_name(False), reason=reason)
+        self._events.event("gen", event="decoder", decoding="module", batching="whole", reason=reason)
         return ModuleRows(model.module, model.device, routed_experts=self._routed_experts)
 
     def _admit(self, batch: _Batch, newcomers: list[_Pending]) -> list[DecodingJob]:
@@ -414,7 +415,3 @@ def _closed_error() -> StateError:
 def _fail(pending: _Pending, error: BaseException) -> None:
     if not pending.future.done():
         pending.future.set_exception(error)
-
-
-def _name(continuous: bool) -> str:
-    return "continuous" if continuous else "whole"

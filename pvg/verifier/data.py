@@ -276,11 +276,6 @@ class PairSource:
         self._ahead = ahead
         self._begun: asyncio.Future[VerifierBatch] | None = None
 
-    @property
-    def step(self) -> int:
-        """The step of the next batch."""
-        return self._step
-
     async def next_batch(self) -> VerifierBatch | None:
         """`section.pairs` pairs (approximately, with pairing by problem); never None. The executor reads, renders and
         computes references."""

@@ -488,11 +488,10 @@ class VerifierScorer(Scorer, Closing):
         ids, prompt_length = self._template.tokens(
             rollout.question, rollout.text, rollout.completion_ids, self._prover_fingerprint
         )
-        context = self._context
-        if len(ids) > context or padded_width(len(ids), context) > self._token_budget:
+        if len(ids) > self._context or padded_width(len(ids), self._context) > self._token_budget:
             raise ConfigurationError(
                 f"Rollout {rollout.id} needs {len(ids)} tokens to verify. This exceeds the verifier's context "
-                f"of {context}, or verifier.micro_batch_tokens = {self._token_budget} in blocks of {WIDTH}.",
+                f"of {self._context}, or verifier.micro_batch_tokens = {self._token_budget} in blocks of {WIDTH}.",
                 "Lower rollout.max_tokens, raise verifier.micro_batch_tokens, or change the verifier.",
             )
         return ScoreInput(ids, prompt_length, digest_of(ids, prompt_length), rollout.id)
