@@ -19,7 +19,7 @@ from torch import Tensor
 from pvg.config.base import Section
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
-from pvg.models.heads import VerifierEnsemble, VerifierModel
+from pvg.models.heads import VerifierEnsemble
 from pvg.models.packing import distinct_rows, padded_width
 from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
@@ -199,16 +199,15 @@ class ScoringSlots:
             fields: dict[str, Any] = {"what": "scorer", "members": 1, "aggregation": None}
             if isinstance(model, VerifierEnsemble):
                 fields |= {"members": len(model.members), "aggregation": model.aggregation}
-            self._copies[model] = ModelCopies(self.pool, range(self.pool.count), fields, lambda: _tensors(model))
+            self._copies[model] = ModelCopies(self.pool, range(self.pool.count), fields, lambda: tensors_of(model))
         self._copies[model].weights_changed()
         return self._copies[model]
 
 
-def _tensors(model: ScoringModel) -> dict[str, Tensor]:
-    if isinstance(model, VerifierModel):
-        return model.trainable_state()
-    own = dict(model.trainable_state())
-    for number, member in enumerate(model.members):
+def tensors_of(model: ScoringModel) -> dict[str, Tensor]:
+    """What training changes in a verifier, or in an ensemble and its members: the tensors themselves."""
+    own = model.trainable_state()
+    for number, member in enumerate(model.members if isinstance(model, VerifierEnsemble) else ()):
         own |= {f"{number}.{name}": tensor for name, tensor in member.trainable_state().items()}
     return own
 

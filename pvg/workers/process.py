@@ -48,7 +48,7 @@ from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, chec
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoreCache, ScoreInput, ScoringModel, TorchBackend, digest_of
 from pvg.workers.frames import Frame, receive, send
-from pvg.workers.models import sums_of
+from pvg.workers.models import sums_of, tensors_of
 from pvg.workers.shared import tensors_at
 
 # A worker's engine queues a whole block; the driver bounds what it sends.
@@ -167,17 +167,10 @@ class Worker:
 
     def _load(self, frame: Frame) -> None:
         tensors, model = tensors_at(frame.fields["place"]), self._models[frame.fields["slot"]]
-        if isinstance(model, TrainedModel):
-            with torch.no_grad():
-                for name, parameter in trainable_parameters(model.module).items():
-                    parameter.copy_(tensors[name])
-        elif isinstance(model, VerifierEnsemble):
-            for number, member in enumerate(model.members):
-                member.load_trainable_state({name: tensors[f"{number}.{name}"] for name in member.trainable_state()})
-            model.scales = ScoreScales(tensors["slopes_K"].numpy().copy(), tensors["offsets_K"].numpy().copy())
-        else:
-            assert isinstance(model, VerifierModel)
-            model.load_trainable_state(tensors)
+        own = trainable_parameters(model.module) if isinstance(model, TrainedModel) else tensors_of(model)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
 
     def _close(self, frame: Frame) -> None:
         self._models.pop(frame.fields["slot"]).close()
