@@ -35,6 +35,7 @@ RECORDS = {
     "PartialCompletion": "pvg.rollout.engine",
     "Completion": "pvg.rollout.engine",
     "EngineStats": "pvg.rollout.engine",
+    "Metrics": "pvg.telemetry.metrics",
     "PolicyBatch": "pvg.training.batch",
     "VerifierBatch": "pvg.verifier.data",
 }

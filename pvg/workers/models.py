@@ -37,14 +37,14 @@ Int64 = NDArray[np.int64]
 
 def policy_fields(training: Training, rollout: Rollouts) -> dict[str, Any]:
     """How a worker opens the prover and its loss."""
-    return {"what": "policy", "training": plain(training), "rollout": plain(rollout)}
+    return {"what": "policy", "training": as_text(training), "rollout": as_text(rollout)}
 
 
 PAIR_FIELDS = {"what": "pairs"}  # how a worker opens the verifier of its experiment, and its loss
 
 
-def plain(section: Section) -> dict[str, Any]:
-    return section.model_dump(mode="json", exclude_none=True)
+def as_text(section: Section) -> str:
+    return section.model_dump_json(exclude_none=True)
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------
@@ -159,8 +159,8 @@ class ModelInWorkers(ModelCopies, GradientWorkers[BatchT], Generic[BatchT]):
 
     def gradients(self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any]) -> list[PartGradient]:
         asked = self._asked("gradient", [{"state": state, "micro_batches": list(part)} for part in parts])
-        answers = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
-        return [PartGradient(torch.from_numpy(a.fields["gradient"]), *read_sums(a.fields)) for a in answers]
+        found = [answer.fields for answer in asyncio.run_coroutine_threadsafe(asked, self._loop).result()]
+        return [PartGradient(torch.from_numpy(one["gradient"]), one["losses"], one["metrics"]) for one in found]
 
     async def logprobs(self, of: Literal["base", "learner"], batch: PolicyBatch) -> list[Float32]:
         """As `PolicyObjective.recompute`, under the base prover or the policy in training."""
@@ -249,10 +249,5 @@ class WorkerBackend(ScoreBackend):
 
 def sums_of(losses: Sequence[Tensor], metrics: Metrics) -> dict[str, Any]:
     """The losses and metrics of micro-batches for a frame."""
-    names, values_M2 = metrics.as_array()
-    return {"losses": torch.stack(list(losses)).tolist() if losses else [], "names": names, "metrics": values_M2}
-
-
-def read_sums(fields: Mapping[str, Any]) -> tuple[list[float], Metrics]:
-    """The inverse of `sums_of`."""
-    return fields["losses"], Metrics.from_array(fields["names"], fields["metrics"])
+    metrics.read()
+    return {"losses": torch.stack(list(losses)).tolist() if losses else [], "metrics": metrics}

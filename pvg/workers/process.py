@@ -23,7 +23,6 @@ from inspect import iscoroutinefunction
 from typing import Any
 
 import numpy as np
-import orjson
 import torch
 from torch import nn
 
@@ -142,8 +141,8 @@ class Worker:
         self._models[fields["slot"]] = kinds[fields["what"]](fields)
 
     def _open_policy(self, fields: Mapping[str, Any]) -> TrainedModel:
-        training = Training.model_validate_json(orjson.dumps(fields["training"]))
-        rollout = Rollouts.model_validate_json(orjson.dumps(fields["rollout"]))
+        training = Training.model_validate_json(fields["training"])
+        rollout = Rollouts.model_validate_json(fields["rollout"])
         learner = open_learner(self, 0)
         objective = PolicyObjective(training, rollout, learner.tokenizer.pad_id, self.experiment.models.compute_dtype)
         return _trained(learner.module, objective, learner.close, training)

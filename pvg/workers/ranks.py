@@ -26,7 +26,6 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import orjson
 import psutil
 import torch
 from torch import Tensor, distributed, nn
@@ -58,7 +57,7 @@ from pvg.training.trainer import (
 )
 from pvg.workers.frames import Frame, packed, unpacked
 from pvg.workers.launch import ALONE, EXIT_LOST, Launch, RankLostError
-from pvg.workers.models import plain, policy_fields, policy_shards, read_sums, sums_of
+from pvg.workers.models import as_text, policy_fields, policy_shards, sums_of
 
 # What errors of a broken connection between ranks contain. torch has no type for them: all are RuntimeErrors.
 BROKEN = ("gloo/transport", "Gloo connectFullMesh", "NCCL", "Timed out waiting")
@@ -234,9 +233,9 @@ class _Part:
     def __init__(self, fields: Mapping[str, Any], whole: Mapping[str, Tensor], group: RankGroup) -> None:
         """Open the prover and its loss, and keep this rank's part of rank 0's weights and moments. For a moment, the
         memory of the CPU holds the whole model."""
-        training = Training.model_validate_json(orjson.dumps(fields["training"]))
-        rollout = Rollouts.model_validate_json(orjson.dumps(fields["rollout"]))
-        models = Models.model_validate_json(orjson.dumps(fields["models"]))
+        training = Training.model_validate_json(fields["training"])
+        rollout = Rollouts.model_validate_json(fields["rollout"])
+        models = Models.model_validate_json(fields["models"])
         self._number, self._precision, cpu = group.number, models.compute_dtype, torch.device("cpu")
         device = torch.device("cuda", group.launch.local) if fields["device"] == "cuda" else cpu
         if self._number:
@@ -382,9 +381,8 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
         losses, metrics = list[float](), Metrics()
         # In the order of the ranks, because the order of a sum changes its bits.
         for answer in self._group.do("gradient", fields):
-            own, found = read_sums(answer.fields)
-            losses += own
-            metrics.merge(found)
+            losses += answer.fields["losses"]
+            metrics.merge(answer.fields["metrics"])
         return losses, metrics
 
     def update(self, rate: float, clip: float) -> float:
@@ -412,7 +410,7 @@ def rank_fields(
     training: Training, rollout: Rollouts, models: Models, optimizer: OptimizerSettings, device: torch.device
 ) -> dict[str, Any]:
     """How a rank opens the prover, its loss and its optimizer."""
-    own = {"models": plain(models), "optimizer": asdict(optimizer), "device": device.type}
+    own = {"models": as_text(models), "optimizer": asdict(optimizer), "device": device.type}
     return {**policy_fields(training, rollout), **own}
 
 
