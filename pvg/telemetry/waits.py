@@ -114,15 +114,16 @@ def in_daemon(work: Callable[[], Result], name: str) -> Future[Result]:
     """Run `work` in a daemon thread, which neither the end of the process nor a wait for the result with a limit waits
     for: a call of a library that has no limit of time."""
     done: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 (the caller gets it)
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=fulfil, args=(done, work), name=name, daemon=True).start()
     return done
+
+
+def fulfil(future: Future[Result], work: Callable[[], Result]) -> None:
+    """Do `work`, and give `future` its result or its error."""
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 (the caller gets it)
+        future.set_exception(error)
 
 
 def usable_cores(root: Path = ROOT) -> int:

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from pvg.inputs import has_place
 from pvg.installation import install_extra
 from pvg.telemetry.device import processor
 from pvg.telemetry.events import Events, SilentEvents, patience
-from pvg.telemetry.waits import finished, in_daemon, usable_cores
+from pvg.telemetry.waits import finished, fulfil, in_daemon, usable_cores
 
 LONGEST_LINE = 300
 REACH_S = 10.0  # to connect to the head's port
@@ -114,28 +115,24 @@ class RayClient:
         ended since. Actors spread over the nodes. Raises MissingRequirementError for a node where pvg cannot work."""
         ray = await self.connection()
 
-        def start() -> tuple[Any, Any]:
+        def start() -> ActorT:
             handle = ray.remote(kind).options(scheduling_strategy="SPREAD", **needs).remote(argument)
-            return handle, handle.serve.options(num_returns="streaming").remote()
+            return member(self, handle, handle.serve.options(num_returns="streaming").remote())
 
-        def drop(late: Future[tuple[Any, Any]]) -> None:
-            if late.exception() is None:
-                self.dismiss(late.result()[0])
+        def end(started: Future[ActorT]) -> None:
+            if started.exception() is None:
+                started.result().end()
 
         starting = self._submit(start)
         try:
-            actor = member(self, *await self._answered(starting))
-        except BaseException:  # the caller waits no longer, but the call may begin yet
-            starting.add_done_callback(drop)
-            raise
-        try:
+            actor = await self._answered(starting)
             if (found := await actor.next()) is not None:
                 refuse_other_versions(found)
                 actor.found = found
             elif (error := unfit_node(actor.error)) is not None:
                 raise error
         except BaseException:
-            actor.end()
+            starting.add_done_callback(end)  # also one that starts only now, when nobody waits for it
             raise
         return actor
 
@@ -187,14 +184,7 @@ class RayClient:
 
     def _submit(self, work: Callable[..., T], *arguments: object) -> Future[T]:
         future: Future[T] = Future()
-
-        def call() -> None:
-            try:
-                future.set_result(work(*arguments))
-            except BaseException as error:  # noqa: BLE001 - the caller gets it
-                future.set_exception(error)
-
-        self._calls.call_soon_threadsafe(call)
+        self._calls.call_soon_threadsafe(fulfil, future, partial(work, *arguments))
         return future
 
 
