@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 PREFIX = struct.Struct("<IQ")
 ALIGNMENT = 16
-MOST_HEADER, MOST_BODY = 1 << 30, 1 << 40  # they keep a damaged length from taking all memory
 # What may travel as a record, and its module, which is imported at the first use: some modules import torch.
 RECORDS = {
     "VersionSpan": "pvg.records",
@@ -110,11 +109,9 @@ def send(writer: asyncio.StreamWriter, frame: Frame) -> None:
 
 
 async def receive(reader: asyncio.StreamReader) -> Frame | None:
-    """The next frame; None if the other side has closed, even within a frame. Raises ValueError for other bytes."""
+    """The next frame; None if the other side has closed, even within a frame."""
     try:
         header_length, body_length = PREFIX.unpack(await reader.readexactly(PREFIX.size))
-        if header_length > MOST_HEADER or body_length > MOST_BODY:
-            raise ValueError(f"a frame of {header_length} + {body_length} bytes is too large")
         header = await reader.readexactly(header_length)
         return _frame(header, bytearray(await reader.readexactly(body_length)))
     except (asyncio.IncompleteReadError, ConnectionError):

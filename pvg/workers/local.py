@@ -63,7 +63,8 @@ class LocalMember:
         return await receive(self.reader)
 
     def end(self) -> None:
-        kill(self.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
         # Not the writer's `close`, which waits for the process to read what was sent, and one that hangs never does.
         self.writer.transport.abort()
 
@@ -72,11 +73,6 @@ class LocalMember:
             used = psutil.Process(self.pid).cpu_times()
             return float(used.user + used.system)
         return None
-
-
-def kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 class LocalSupply:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pvg.errors
@@ -42,7 +43,7 @@ PROBE_S = 2.0
 PROBES_MISSED = 3
 PROBES_UNSEEN = 8  # of a process whose processor time is not known
 MOST_LOSSES = 6  # of workers with the same request: the next one would be lost too
-AT_ONCE = 32  # places asked, or workers probed, in one turn of the event loop: 1,000 would block it
+AT_ONCE = 32  # shards asked in one turn of the event loop: 1,000 would block it
 # Requests that change what a worker knows. A new worker gets those that its predecessor had confirmed.
 STATE = frozenset({"start", "open", "load", "close", "policy"})
 LOOK_S = 0.2  # between two looks at what waits
@@ -398,25 +399,19 @@ class WorkerPool:
                 future.exception()  # marks it as retrieved: its caller may have left
 
     async def _probe(self) -> None:
-        while True:
-            for first in range(0, len(self._workers), AT_ONCE):
-                workers = self._workers[first : first + AT_ONCE]
-                await asyncio.sleep(PROBE_S * len(workers) / len(self._workers))
-                for worker in workers:
-                    self._probe_one(worker)
-
-    def _probe_one(self, worker: _Worker) -> None:
-        member = worker.member
-        if member is None:
-            return
-        cpu_s = member.cpu_s()
-        moved, worker.cpu_s = cpu_s is not None and cpu_s > worker.cpu_s, cpu_s or 0.0
-        worker.missed = 0 if moved else worker.missed + 1
-        if worker.missed > (PROBES_UNSEEN if cpu_s is None else PROBES_MISSED):
-            worker.hangs = True
-            member.end()
-        else:
-            member.send(Frame("ping"))
+        """Probe each worker every PROBE_S, one after the other: 1,000 at once would block the event loop."""
+        for worker in cycle(self._workers):
+            await asyncio.sleep(PROBE_S / len(self._workers))
+            if (member := worker.member) is None:
+                continue
+            cpu_s = member.cpu_s()
+            moved, worker.cpu_s = cpu_s is not None and cpu_s > worker.cpu_s, cpu_s or 0.0
+            worker.missed = 0 if moved else worker.missed + 1
+            if worker.missed > (PROBES_UNSEEN if cpu_s is None else PROBES_MISSED):
+                worker.hangs = True
+                member.end()
+            else:
+                member.send(Frame("ping"))
 
     # --- the number of processes --------------------------------------------------------------------------------------
 
