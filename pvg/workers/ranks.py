@@ -72,6 +72,20 @@ RETRY_S = 1.0
 LAYER_BYTES = 1 << 20
 
 
+@contextmanager
+def lost_connections(what: str) -> Iterator[None]:
+    """Raises RankLostError for an error of a connection to another rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, distributed.DistError) and not any(word in text for word in BROKEN):
+            raise
+        raise RankLostError(
+            f"{what}: {text.splitlines()[0]}.", "Continue the run with pvg train --resume, in all processes."
+        ) from error
+
+
 class RankGroup:
     """The processes of a launch, from the view of one of them. All methods block, and raise RankLostError if another
     rank has ended or does not answer; then this group can do nothing more."""
@@ -79,14 +93,14 @@ class RankGroup:
     def __init__(self, launch: Launch) -> None:
         self.launch, self.number, self.count = launch, launch.number, launch.processes
         self._part: _Part | None = None
-        self.used = self.broken = False  # broken: it can do nothing more
+        self.used = self.broken = False  # broken: the other ranks hear no command of this one any more
         interface = _interface_to(LOOPBACK if launch.one_machine else launch.host)
         if not launch.one_machine and interface == _interface_to(LOOPBACK):  # a machine's own name may mean 127.0.1.1
             interface = _interface_to(ELSEWHERE)
         # NCCL takes a name without = for the beginning of one.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-        with self._lost_connections("The ranks do not find each other"):
+        with lost_connections("The ranks do not find each other"):
             distributed.init_process_group(
                 # The one place that decides how tensors travel: through gloo on a CPU, through NCCL on GPUs.
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -101,12 +115,11 @@ class RankGroup:
     def do(self, what: str, fields: Mapping[str, Any] | None = None, whole: Mapping[str, Tensor] | None = None) -> Any:
         """Rank 0: let all ranks do this, and return rank 0's result. `whole`: the tensors that rank 0 gives or gets."""
         frame = Frame(what, fields or {})
-        try:
-            self._sent(frame)
-            return self._do(frame, whole or {})
-        except BaseException:
-            self.broken = True  # the others may wait within this command, and would not hear the next one
-            raise
+        self.broken = True  # if this fails, because the others may wait within the command
+        self._sent(frame)
+        found = self._do(frame, whole or {})
+        self.broken = False
+        return found
 
     def serve(self) -> int:
         """Ranks 1 and up: do what rank 0 says until it ends. Returns its exit code. Launchers send SIGINT and SIGTERM
@@ -133,39 +146,26 @@ class RankGroup:
             with suppress(RankLostError):
                 self._sent(Frame("end", {"code": code}))
 
+    @lost_connections("The connection to another rank broke")
     def _do(self, frame: Frame, whole: Mapping[str, Tensor]) -> Any:
-        with self._lost_connections("The connection to another rank broke"):
-            if frame.kind in ("open", "close"):
-                self._part = _Part(frame.fields, whole, self) if frame.kind == "open" else None
-                return None
-            assert self._part is not None
-            if frame.kind == "gradient":
-                own = self._part.gradient(frame)
-                return [self._sent(own if rank == self.number else None, rank) for rank in range(self.count)]
-            return self._part.update(frame.fields, whole) if frame.kind == "update" else self._part.moments()
+        if frame.kind in ("open", "close"):
+            self._part = _Part(frame.fields, whole, self) if frame.kind == "open" else None
+            return None
+        assert self._part is not None
+        if frame.kind == "gradient":
+            own = self._part.gradient(frame)
+            return [self._sent(own if rank == self.number else None, rank) for rank in range(self.count)]
+        return self._part.update(frame.fields, whole) if frame.kind == "update" else self._part.moments()
 
+    @lost_connections("The connection to another rank broke")
     def _sent(self, own: Frame | None = None, rank: int = 0) -> Frame:
         """The frame of this rank, which gives it as `own`."""
         data = torch.frombuffer(bytearray().join(packed(own)), dtype=torch.uint8) if own is not None else None
         length = torch.tensor([0 if data is None else len(data)])
-        with self._lost_connections("The connection to another rank broke"):
-            distributed.broadcast(length, rank, group=self._commands)
-            data = torch.empty(int(length.item()), dtype=torch.uint8) if data is None else data
-            distributed.broadcast(data, rank, group=self._commands)
+        distributed.broadcast(length, rank, group=self._commands)
+        data = torch.empty(int(length.item()), dtype=torch.uint8) if data is None else data
+        distributed.broadcast(data, rank, group=self._commands)
         return own or unpacked(data.numpy().tobytes())
-
-    @contextmanager
-    def _lost_connections(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            text = str(error)
-            if not isinstance(error, distributed.DistError) and not any(word in text for word in BROKEN):
-                raise
-            self.broken = True
-            raise RankLostError(
-                f"{what}: {text.splitlines()[0]}.", "Continue the run with pvg train --resume, in all processes."
-            ) from error
 
 
 @contextmanager
