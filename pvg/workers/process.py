@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any
@@ -54,13 +53,15 @@ from pvg.workers.shared import tensors_at
 UNBOUNDED = 10**9
 
 
-@dataclass
 class TrainedModel:
-    """A model in training with its objective. `close` frees it."""
+    """A model in training with its objective. `close` frees `model`, to which `module` belongs."""
 
-    module: nn.Module
-    objective: Objective[Any]
-    close: Callable[[], None]
+    def __init__(
+        self, model: LanguageModel | VerifierModel, module: nn.Module, objective: Objective[Any], training: Training
+    ) -> None:
+        self.module, self.objective, self.close = module.eval(), objective, model.close
+        if training.gradient_checkpointing:
+            checkpoint_layers(module)
 
 
 class Worker:
@@ -137,27 +138,26 @@ class Worker:
 
     def _open(self, frame: Frame) -> None:
         fields = frame.fields
-        kinds = {"policy": self._open_policy, "pairs": self._open_pairs, "scorer": self._open_scoring}
-        self._models[fields["slot"]] = kinds[fields["what"]](fields)
+        self._models[fields["slot"]] = getattr(self, f"_open_{fields['what']}")(fields)
 
     def _open_policy(self, fields: Mapping[str, Any]) -> TrainedModel:
         training = Training.model_validate_json(fields["training"])
         rollout = Rollouts.model_validate_json(fields["rollout"])
         learner = open_learner(self, 0)
         objective = PolicyObjective(training, rollout, learner.tokenizer.pad_id, self.experiment.models.compute_dtype)
-        return _trained(learner.module, objective, learner.close, training)
+        return TrainedModel(learner, learner.module, objective, training)
 
     def _open_pairs(self, _: Mapping[str, Any]) -> TrainedModel:
         verifier, training = self._open_verifier(), self.experiment.training
         longest = verifier.longest_packed if training.shared_prompts else 0
         objective = PairObjective(self.experiment.verifier, verifier.tokenizer.pad_id, longest_packed=longest)
-        return _trained(verifier, objective, verifier.close, training)
+        return TrainedModel(verifier, verifier, objective, training)
 
     def _open_verifier(self, like: VerifierModel | None = None) -> VerifierModel:
         section, models = self.experiment.verifier, self.experiment.models
         return open_verifier(section, models, self.experiment.seed, self._device, self.base, like=like)
 
-    def _open_scoring(self, fields: Mapping[str, Any]) -> ScoringModel:
+    def _open_scorer(self, fields: Mapping[str, Any]) -> ScoringModel:
         members = [self._open_verifier()]
         members += [self._open_verifier(like=members[0]) for _ in range(1, fields["members"])]
         if fields["aggregation"] is None:
@@ -259,14 +259,6 @@ class Worker:
         model = self._models[frame.fields["slot"]]
         assert isinstance(model, TrainedModel)
         return model
-
-
-def _trained(
-    module: nn.Module, objective: Objective[Any], close: Callable[[], None], training: Training
-) -> TrainedModel:
-    if training.gradient_checkpointing:
-        checkpoint_layers(module.eval())
-    return TrainedModel(module.eval(), objective, close)
 
 
 def own_device(kind: str, number: int) -> torch.device:
