@@ -140,7 +140,7 @@ class RayServers:
             error = await self._follow(place)
             self._places.discard(place)
             failed = failed + 1 if place.server is None else 0
-            lines = error.lines[-MOST_LINES:] if isinstance(error, ServerFailedError) else []
+            lines = error.lines if isinstance(error, ServerFailedError) else []
             why = error.message.rstrip(".")
             for line in lines:
                 self._events.event("workers", event="server printed", **place.names, text=shortened(line, LONGEST_LINE))
@@ -246,13 +246,13 @@ class ServerAgent:
     def __init__(self, order: ServerOrder) -> None:
         self._order = order
         self._news: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._serving: asyncio.Task[None] | None = None
+        self._serving: asyncio.Task[None]
 
     async def serve(self) -> AsyncIterator[dict[str, Any]]:
         """Run a server until it ends, which raises why, or until `stop`. Says `hello`, and then what happens: {"news":
         "ready" | "errors", ...}."""
         found = hello()
-        self._serving = asyncio.create_task(self._serve(self._order, found["address"]))
+        self._serving = asyncio.create_task(self._serve(found["address"]))
         self._serving.add_done_callback(lambda _: self._news.put_nowait({}))
         yield found
         while news := await self._news.get():
@@ -261,11 +261,12 @@ class ServerAgent:
             self._serving.result()
 
     async def stop(self) -> None:
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait([self._serving])
+        """Call it after `serve` has said `hello`."""
+        self._serving.cancel()
+        await asyncio.wait([self._serving])
 
-    async def _serve(self, order: ServerOrder, address: str) -> None:
+    async def _serve(self, address: str) -> None:
+        order = self._order
         with contextlib.suppress(OSError):
             os.chdir(order.folder)
         experiment = build_experiment(dict(order.experiment))
@@ -283,19 +284,14 @@ class ServerAgent:
         environment = {k: v for k, v in spec.environment.items() if not k.startswith("RAY_") and k != THREADS}
         environment |= {THREADS: order.threads} if order.threads is not None else {}
         async with VllmServer.start(replace(spec, environment=environment)) as server:
-            self._tell("ready", url=server.url, boot=server.boot, pid=server.pid, log=str(spec.log))
-            ended = asyncio.ensure_future(server.ended())
-            try:
-                while not ended.done():
-                    await asyncio.wait([ended], timeout=LOOK_S)
-                    if lines := errors.new_errors():
-                        self._tell("errors", lines=[shortened(line, LONGEST_LINE) for line in lines[:MOST_LINES]])
-                await ended
-            finally:
-                ended.cancel()
-
-    def _tell(self, news: str, **fields: Any) -> None:
-        self._news.put_nowait({"news": news, **fields})
+            ready = {"url": server.url, "boot": server.boot, "pid": server.pid, "log": str(spec.log)}
+            self._news.put_nowait({"news": "ready", **ready})
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await server.ended()  # raises why
+                if lines := [shortened(line, LONGEST_LINE) for line in errors.new_errors()[:MOST_LINES]]:
+                    self._news.put_nowait({"news": "errors", "lines": lines})
 
 
 def check_folder(weights: Weights, mark: str) -> None:
