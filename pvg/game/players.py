@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pvg.config.experiment import Experiment
-from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
+from pvg.config.operation import LocalCluster, RayCluster, has_workers, ranks_of
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
@@ -166,11 +166,7 @@ class Players:
 
         self._supply = self._supply or open_supply(self._experiment)
         assert self._supply is not None
-        shards = shards_of(cluster) or usable_cores()
-        processes = processes_of(cluster, shards)
-        workers = WorkerPool(
-            self._experiment, shards, self._supply, events, cluster.trainers, processes, self.device.type
-        )
+        workers = WorkerPool(self._experiment, self._supply, events, self.device.type)
         self._slots = ScoringSlots(workers)
         if self.device.type == "cuda" and events is not None:
             events.event("workers", event="experimental", why="No run has used workers on GPUs yet")

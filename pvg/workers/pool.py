@@ -27,8 +27,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pvg.errors
 from pvg.config.experiment import Experiment
+from pvg.config.operation import LocalCluster, RayCluster, processes_of, shards_of
 from pvg.errors import PvgError, WorkerLostError, allow_open_files, open_files
 from pvg.telemetry.events import Events, SilentEvents
+from pvg.telemetry.waits import usable_cores
 from pvg.workers.frames import Frame
 from pvg.workers.scaling import Demand, LoadMeter, decide, shards_to_take
 
@@ -157,30 +159,23 @@ class WorkerPool:
     and `changed`, which gets each new number of processes and its reason, before `start`."""
 
     def __init__(
-        self,
-        experiment: Experiment,
-        count: int,
-        supply: Supply,
-        events: Events | None = None,
-        trainers: int | None = None,
-        processes: tuple[int, int] | None = None,
-        device: str = "cpu",
+        self, experiment: Experiment, supply: Supply, events: Events | None = None, device: str = "cpu"
     ) -> None:
-        """`trainers`: shards that only train while duties are `divided`; None: duties are never divided. `processes`:
-        the lowest and the highest number of processes, at most `count`; None: one for each shard. `device`: "cpu", or
-        "cuda" for the GPUs of the machine, which the processes use in turn."""
-        self.count = count
+        """`device`: "cpu", or "cuda" for the GPUs of the machine, which the processes use in turn."""
+        cluster = experiment.cluster
+        assert isinstance(cluster, LocalCluster | RayCluster)
+        self.count = count = shards_of(cluster) or usable_cores()
         self.training = self.sampling = range(count)
         self.trained_s: Callable[[], float] = float
         self.changed: Callable[[int, str], None] = lambda workers, why: None
-        self._lowest, self._highest = processes or (count, count)
-        self._trainers = trainers
+        self._lowest, self._highest = processes_of(cluster, count)
+        self._trainers = cluster.trainers
         self._start = Frame("start", {"experiment": experiment.plain(), "device": device})
         self._supply = supply
         self._events = supply.events = events or SilentEvents()
         self._workers = [_Worker(number) for number in range(self._highest)]
         self._shards = [_Shard(number, self._workers[number * self._lowest // count]) for number in range(count)]
-        self._unanswered: dict[int, _Request] = {}  # by number, in the order of the calls
+        self._unanswered: dict[int, _Request] = {}  # by number; those of a shard in the order of their sending
         self._memories: list[SharedWeights] = []
         self._policies = self.weights(), self.weights()  # adapters, and whole ones
         self._changing_policy = asyncio.Lock()
@@ -225,7 +220,7 @@ class WorkerPool:
 
     @contextmanager
     def divided(self) -> Iterator[None]:
-        """Meanwhile, the last `trainers` shards only train, and the others only sample and score."""
+        """Meanwhile, the last `cluster.trainers` shards only train, and the others only sample and score."""
         everywhere = range(self.count)
         if self._trainers is not None:
             self.sampling, self.training = everywhere[: -self._trainers], everywhere[-self._trainers :]
@@ -307,12 +302,12 @@ class WorkerPool:
 
     def _fill(self, shard: _Shard) -> None:
         """Send a shard's new worker what its predecessor had confirmed, and what it has not answered."""
-        own = {number: one for number, one in self._unanswered.items() if one.shard is shard}
-        for number, request in own.items():
-            if request.future.done():  # it is known, or its caller has left
-                del self._unanswered[number]
-        self._unanswered |= {request.frame.fields["id"]: request for request in shard.known.values()}
-        for request in [*shard.known.values(), *(one for one in own.values() if not one.future.done())]:
+        own = [one for one in self._unanswered.values() if one.shard is shard]
+        for request in own:
+            del self._unanswered[request.frame.fields["id"]]
+        # One that is done is known, or its caller has left.
+        for request in [*shard.known.values(), *(one for one in own if not one.future.done())]:
+            self._unanswered[request.frame.fields["id"]] = request
             self.tell(shard.number, request.frame)
 
     def _give(self, shard: _Shard, worker: _Worker) -> None:

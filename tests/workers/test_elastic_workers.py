@@ -42,8 +42,8 @@ def shared_out(pool: WorkerPool) -> list[int]:
 
 
 async def within(pool_of: tuple[int, int], work: Callable[[WorkerPool, RecordedEvents], Awaitable[None]]) -> None:
-    events = RecordedEvents()
-    pool = WorkerPool(experiment(SHARDS), SHARDS, kept_supply(), events, processes=pool_of)
+    (lowest, highest), events = pool_of, RecordedEvents()
+    pool = WorkerPool(experiment(SHARDS, min_workers=lowest, max_workers=highest), kept_supply(), events)
     await pool.start()
     try:
         await asyncio.wait_for(work(pool, events), 120)
@@ -151,7 +151,7 @@ def test_a_run_goes_on_with_fewer_workers_if_none_can_be_added(monkeypatch: pyte
 
     async def run() -> None:
         events = RecordedEvents()
-        pool = WorkerPool(experiment(2), 2, FullMachine(), events, processes=(1, 2))
+        pool = WorkerPool(experiment(2, min_workers=1), FullMachine(), events)
         await pool.start()
         try:
             await pool.add("chance", {})

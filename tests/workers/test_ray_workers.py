@@ -38,7 +38,7 @@ def nodes_of(pool: WorkerPool) -> list[str]:
 
 async def results(supply: Supply) -> list[list[bytes]]:
     """What two workers sample with the first and with other weights."""
-    pool = WorkerPool(experiment(2), 2, supply)
+    pool = WorkerPool(experiment(2), supply)
     await pool.start()
     try:
         first = await sampled(pool, 0)
@@ -55,7 +55,7 @@ def other_weights() -> dict[str, torch.Tensor]:
 
 async def on_the_cluster(monkeypatch, nodes: SimulatedNodes, expected: list[list[bytes]]) -> None:
     events = RecordedEvents()
-    pool = WorkerPool(experiment(2), 2, RaySupply(2, nodes.address), events)
+    pool = WorkerPool(experiment(2), RaySupply(2, nodes.address), events)
     await pool.start()
     try:
         assert nodes_of(pool) == ["first", "second"]
@@ -134,7 +134,7 @@ async def on_gpus(monkeypatch, nodes: SimulatedNodes) -> None:
         await asyncio.to_thread(supply.end)
     # Ray has counted GPUs that torch does not find.
     monkeypatch.setattr(ray_cluster, "ROOM_S", 300.0)
-    pool = WorkerPool(experiment(2), 2, RaySupply(2, nodes.address, gpus=1), device="cuda")
+    pool = WorkerPool(experiment(2), RaySupply(2, nodes.address, gpus=1), device="cuda")
     with pytest.raises(MissingRequirementError, match="finds no GPU for a worker"):
         await pool.start()
     await pool.close()
@@ -190,7 +190,7 @@ async def with_a_node_that_joins(monkeypatch, nodes: SimulatedNodes, expected: l
     monkeypatch.setattr("pvg.telemetry.events.QUIET_S", 1.0)
     monkeypatch.setattr(ray_supply, "GRACE_S", 1.0)
     events = RecordedEvents()
-    pool = WorkerPool(experiment(2), 2, RaySupply(2, nodes.address), events, processes=(1, 2))
+    pool = WorkerPool(experiment(2, min_workers=1), RaySupply(2, nodes.address), events)
     await pool.start()
     try:
         coming = asyncio.create_task(pool.add("chance", {}))

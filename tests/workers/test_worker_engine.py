@@ -61,7 +61,7 @@ class Submissions:
 
 def test_requests_for_many_workers_are_spread_over_turns_of_the_event_loop():
     async def run() -> None:
-        pool = WorkerPool(experiment(1), WORKERS, AnsweringSupply(""))
+        pool = WorkerPool(experiment(WORKERS), AnsweringSupply(""))
         await pool.start()
         engine = WorkerEngine(pool)
         try:
@@ -86,7 +86,7 @@ def test_requests_for_many_workers_are_spread_over_turns_of_the_event_loop():
 
 def test_requests_that_are_not_sent_yet_can_be_cut_cancelled_and_closed():
     async def run() -> None:
-        pool = WorkerPool(experiment(1), WORKERS, AnsweringSupply(""))
+        pool = WorkerPool(experiment(WORKERS), AnsweringSupply(""))
         await pool.start()
         engine = WorkerEngine(pool)
         try:

@@ -65,7 +65,7 @@ def test_workers_report_their_load_their_peaks_and_their_restarts(monkeypatch: p
     assert set(device.peak_memory()) == {"rss_bytes"}
 
     async def play() -> None:
-        pool = WorkerPool(experiment(2), 2, kept_supply(), RecordedEvents())
+        pool = WorkerPool(experiment(2), kept_supply(), RecordedEvents())
         await pool.start()
         try:
             least = [peak_of(pid) for pid in workers_of(pool)]

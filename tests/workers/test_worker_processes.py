@@ -54,10 +54,9 @@ from pvg.workers.shared import SharedBuffers
 pytestmark = pytest.mark.slow
 
 
-def experiment(workers: int, trainers: int = 0, rank: int = 0) -> Experiment:
-    cluster: dict = {"kind": "local", "workers": workers} if workers else {"kind": "none"}
-    if trainers:
-        cluster["trainers"] = trainers
+def experiment(workers: int, rank: int = 0, **counts: int) -> Experiment:
+    """`counts`: others of the table `cluster`."""
+    cluster = {"kind": "local", "workers": workers, **counts} if workers else {"kind": "none"}
     return build_experiment(
         {
             "task": {"kind": "modchain", "problems": 64, "test_problems": 8},
@@ -66,7 +65,7 @@ def experiment(workers: int, trainers: int = 0, rank: int = 0) -> Experiment:
                 "group_size": 4,
                 "engine": {"max_rows": 64},
                 "concurrency": 64,
-                "prefetch": "fresh" if trainers else "none",
+                "prefetch": "fresh" if "trainers" in counts else "none",
             },
             "cluster": cluster,
             "training": {"adapters": {"rank": rank}},
@@ -96,9 +95,9 @@ def policy_batch(rollouts) -> PolicyBatch:
     )
 
 
-async def one_step(workers: int, trainers: int = 0, watch: Callable[[WorkerPool], None] | None = None) -> dict:
+async def one_step(workers: int, watch: Callable[[WorkerPool], None] | None = None, **counts: int) -> dict:
     """Sample, score, compute reference log-probs and one optimizer step, with this many workers."""
-    chosen = experiment(workers, trainers)
+    chosen = experiment(workers, **counts)
     players = Players(chosen, open_task(chosen.task), supply=kept_supply() if workers else None)
     try:
         await players.ready()
@@ -199,7 +198,7 @@ def workers_of(pool: WorkerPool) -> list[int]:
 async def killed_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "PROBE_S", 0.3)
     events = RecordedEvents()
-    pool = WorkerPool(experiment(2), 2, kept_supply(), events)
+    pool = WorkerPool(experiment(2), kept_supply(), events)
     await pool.start()
     try:
         expected = await sampled(pool, 0)
@@ -268,7 +267,7 @@ def test_of_a_policy_with_adapters_only_these_travel(monkeypatch):
         tensors, adapter = policy.policy()
 
     async def play() -> None:
-        pool = WorkerPool(chosen, 2, kept_supply())
+        pool = WorkerPool(chosen, kept_supply())
         await pool.start()
         try:
             first = await sampled(pool, 0)
@@ -362,7 +361,7 @@ def asked(supply: DyingSupply, events: Any = None, idle_s: float = 0.0) -> None:
     """Ask one worker of this supply for scores and for a gradient."""
 
     async def work() -> None:
-        pool = WorkerPool(experiment(1), 1, supply, *([] if events is None else [events]))
+        pool = WorkerPool(experiment(1), supply, *([] if events is None else [events]))
         try:
             await pool.start()
             await asyncio.sleep(idle_s)
@@ -416,7 +415,7 @@ def test_weights_reach_the_workers_before_the_work_even_if_a_caller_leaves():
                 send(writer, Frame("done", {**fields, "id": frame.fields["id"]}))
 
     async def run() -> None:
-        pool = WorkerPool(experiment(1), 1, SlowSupply(""))
+        pool = WorkerPool(experiment(1), SlowSupply(""))
         await pool.start()
         try:
             model = ModelInWorkers(pool, {"what": "policy"}, {"weight": torch.zeros(3)}, policy_shards)
@@ -452,7 +451,7 @@ def test_a_worker_that_hangs_from_its_first_moment_on_is_replaced(monkeypatch):
 
     async def run() -> RecordedEvents:
         events = RecordedEvents()
-        pool = WorkerPool(experiment(2), 2, kept_supply(), events)
+        pool = WorkerPool(experiment(2), kept_supply(), events)
         try:
             await asyncio.wait_for(pool.start(), 120)
             assert stopped[0] not in workers_of(pool)
@@ -597,7 +596,7 @@ def test_the_limit_of_open_files_is_raised_for_connections_or_refuses_them(monke
     monkeypatch.setattr(resource, "getrlimit", lambda _: (300, 300))
     supply = DyingSupply("")
     with pytest.raises(MissingRequirementError, match="200 workers need 456 open files") as raised:
-        asyncio.run(WorkerPool(experiment(1), 200, supply).start())
+        asyncio.run(WorkerPool(experiment(200), supply).start())
     assert "ulimit -n 456" in raised.value.remedy
     with pytest.raises(MissingRequirementError, match="100 requests need 356 open files") as raised:
         HttpPool.of(100, "rollout.concurrency")
@@ -613,7 +612,7 @@ from pvg.workers.pool import WorkerPool
 
 async def main():
     supply = LocalSupply()
-    pool = WorkerPool(build_experiment({"cluster": {"kind": "local", "workers": 2}}), 2, supply)
+    pool = WorkerPool(build_experiment({"cluster": {"kind": "local", "workers": 2}}), supply)
     await pool.start()
     print(supply._nursery.pid, *(shard.worker.member.pid for shard in pool._shards), flush=True)
     await asyncio.sleep(600)
