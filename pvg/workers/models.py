@@ -187,14 +187,11 @@ class ScoringSlots:
     def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool
         self._copies: dict[ScoringModel, ModelCopies] = {}
-        self._closing: set[asyncio.Task[None]] = set()
 
     def of(self, model: ScoringModel) -> ModelCopies:
         """The copies of a model, which the caller owns. Closes those of models that are closed."""
         for closed in [known for known in self._copies if known.closed]:
-            task = asyncio.ensure_future(self._copies.pop(closed).close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self.pool.background(self._copies.pop(closed).close(), "closing of a verifier")
         if model not in self._copies:
             fields: dict[str, Any] = {"what": "scorer", "members": 1, "aggregation": None}
             if isinstance(model, VerifierEnsemble):

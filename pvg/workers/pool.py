@@ -195,12 +195,12 @@ class WorkerPool:
         allow_open_files(self, self._highest, "worker", "cluster.workers")
         started = time.perf_counter()
         ready = [self.submit(shard.number, self._start) for shard in self._shards]
-        self._background(self._probe(), "worker probes")  # a worker may hang from its first moment on
-        self._background(self._supply.watch(), "supply of workers")
+        self.background(self._probe(), "worker probes")  # a worker may hang from its first moment on
+        self.background(self._supply.watch(), "supply of workers")
         await asyncio.gather(*(self._begin(worker) for worker in self._workers[: self._lowest]))
         await asyncio.gather(*ready)
         if self._lowest < self._highest:
-            self._background(self._scale(), "number of workers")
+            self.background(self._scale(), "number of workers")
         self._events.event("workers", event="up", workers=self._lowest, ms=(time.perf_counter() - started) * 1e3)
 
     async def close(self) -> None:
@@ -292,7 +292,7 @@ class WorkerPool:
         """Start a process for a worker, which others replace until it is used no more."""
         worker.used = True
         await self._renew(worker)
-        worker.serving = self._background(self._serve(worker), f"worker {worker.number}")
+        worker.serving = self.background(self._serve(worker), f"worker {worker.number}")
 
     async def _renew(self, worker: _Worker, successor: bool = False) -> None:
         member = await self._supply.start(successor)
@@ -316,7 +316,7 @@ class WorkerPool:
         shard.worker = worker
         self._fill(shard)
 
-    def _background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Fail all requests if `work` fails, because no one else answers them."""
 
         async def guarded() -> None:

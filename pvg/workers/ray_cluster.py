@@ -166,7 +166,7 @@ class RayClient:
             )
         return visible.split(",").index(reserved)
 
-    def dismiss(self, actor: Any) -> None:
+    def kill(self, actor: Any) -> None:
         if not self._ended:
             self._submit(lambda: self.ray.kill(actor))
 
@@ -213,7 +213,7 @@ class RayActor:
         """Kill it, without waiting for it. A second call does nothing."""
         if not self.ended:
             self.ended = True
-            self.client.dismiss(self.handle)
+            self.client.kill(self.handle)
 
 
 def kill_own_head() -> None:

@@ -54,7 +54,7 @@ class RayMember(RayActor):
             place = dict(frame.fields["place"])
             memory = [place.pop("object")]
             frame = Frame(frame.kind, {**frame.fields, "place": place})
-        self.handle.take.remote(self._sent, _bytes(frame), *memory)
+        self.handle.take.remote(self._sent, b"".join(packed(frame)), *memory)
         self._sent += 1
 
     async def receive(self) -> Frame | None:
@@ -166,7 +166,7 @@ class WorkerActor:
             frame = await self._frames.get()
             if isinstance(frame, Exception):
                 raise frame
-            yield _bytes(frame)
+            yield b"".join(packed(frame))
 
     async def take(self, number: int, data: bytes, memory: Any = None) -> None:
         """Frame `number` of the driver. Ray starts calls in any order. `memory`: Ray's, where the frame's place is."""
@@ -180,7 +180,3 @@ class WorkerActor:
                 self._process.take(ready)
         except Exception as error:  # noqa: BLE001 - `serve` raises it
             self._frames.put_nowait(error)
-
-
-def _bytes(frame: Frame) -> bytes:
-    return b"".join(packed(frame))

@@ -32,6 +32,7 @@ from pvg.game.roles import prompt_builder
 from pvg.models import open_model
 from pvg.models.adapters import attach_adapters
 from pvg.models.compute import LiveBytes
+from pvg.models.heads import ScoreScales, VerifierEnsemble
 from pvg.records import Role
 from pvg.rollout.dispatcher import SampleCall
 from pvg.rollout.engine import GenerationRequest, Sampling
@@ -120,9 +121,13 @@ async def step_of(players: Players, chosen: Experiment) -> dict:
     )
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verifier = players.open_verifier()
-    for parameter in verifier.parameters():  # an untrained one scores 0
-        parameter.data += 0.01 * torch.sin(torch.arange(parameter.numel()).reshape(parameter.shape))
+    other = players.open_verifier(member=1, like=verifier)
+    for number, member in enumerate((verifier, other), start=1):
+        for parameter in member.parameters():  # an untrained one scores 0
+            parameter.data += 0.01 * torch.sin(number * torch.arange(parameter.numel()).reshape(parameter.shape))
     scores_N = await players.scorer(verifier).score(rollouts)
+    ensemble = VerifierEnsemble([verifier, other], "mean", ScoreScales(np.array([1.0, 0.5]), np.array([0.0, 2.0])))
+    ensemble_scores_N = await players.scorer(ensemble).score(rollouts)
     learner = players.base.copy()
     learner.require_gradients()
     objective = PolicyObjective(chosen.training, chosen.rollout, learner.tokenizer.pad_id)
@@ -145,11 +150,12 @@ async def step_of(players: Players, chosen: Experiment) -> dict:
     assert report is not None
     if in_workers is not None:
         await in_workers.close()
-    verifier.close()
+    ensemble.close()
     return {
         "texts": [r.text for r in rollouts],
         "ids": [r.id for r in rollouts],
         "scores": scores_N,
+        "ensemble": ensemble_scores_N,
         "reference": np.concatenate(reference),
         "metrics": report.metrics,
         "weights": {name: weight.clone() for name, weight in learner.weights().items()},
@@ -166,7 +172,9 @@ def assert_same_step(two: dict, here: dict) -> None:
     """Up to the rounding of sums."""
     assert two["texts"] == here["texts"]
     assert two["ids"] == here["ids"]
-    np.testing.assert_array_equal(two["scores"], here["scores"])  # a score does not depend on its batch
+    for kind in ("scores", "ensemble"):
+        np.testing.assert_array_equal(two[kind], here[kind])  # a score does not depend on its batch
+    assert not np.array_equal(here["scores"], here["ensemble"])
     np.testing.assert_allclose(two["reference"], here["reference"], atol=1e-5)
     assert two["metrics"].keys() == here["metrics"].keys()
     for name, value in here["metrics"].items():
