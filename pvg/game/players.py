@@ -192,6 +192,10 @@ class Players:
                 f"cluster.trainer_ranks = {count} needs a GPU per rank, but torch sees {torch.cuda.device_count()}.",
                 "Set fewer ranks, or models.device to cpu.",
             )
+        if self._ranks.launch.lost:
+            self._events.event("workers", event="rank lost", why=self._ranks.launch.lost)
+        elif self.device.type == "cuda":
+            self._events.event("workers", event="experimental", why="No run has used trainer ranks on GPUs yet")
 
     def _end_supplies(self) -> None:
         """End what starts other processes, none of which has begun to work."""

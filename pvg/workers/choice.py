@@ -37,24 +37,25 @@ def with_workers(experiment: Experiment, resumed: Experiment | None = None) -> E
     workers to models that pvg ships, on a CPU with at least two cores, under Linux, where they are tested. Larger
     models use all cores in each operation. OMP_NUM_THREADS bounds the cores: a study gives each process a share."""
     cluster, before = experiment.cluster, None if resumed is None else resumed.cluster
-    if before is not None and isinstance(cluster, AutoCluster):
-        return experiment.model_copy(update={"cluster": before})
     if isinstance(cluster, AutoCluster):
-        cluster = LocalCluster() if _gains(experiment) else NoCluster()
+        cluster = before or (LocalCluster() if _gains(experiment) else NoCluster())
     if isinstance(cluster, LocalCluster | RayCluster) and cluster.workers is None:
-        counts: dict[str, int | None]
-        if ranks_of(cluster) is not None and experiment.server_cluster is None:
-            counts = {"workers": 0}
-        elif isinstance(before, LocalCluster | RayCluster) and before.workers:
+        counts: dict[str, int | None] = {"workers": _fitting(experiment, cluster)}
+        if counts["workers"] and isinstance(before, LocalCluster | RayCluster) and before.workers:
             counts = {"workers": before.workers, "trainers": before.trainers}
-        else:
-            servers = experiment.server_cluster is not None
-            own = isinstance(cluster, RayCluster)  # Ray reserves the trainer's GPU, which local workers share
-            found = max(1, usable_gpus() - own) if experiment.models.on_gpu else _cores()
-            most = max(min(found, MOST_WORKERS), cluster.min_workers or 1)
-            counts = {"workers": 1 if servers else shards_of(cluster) or most}
         cluster = cluster.model_copy(update=counts)
     return experiment.model_copy(update={"cluster": cluster})
+
+
+def _fitting(experiment: Experiment, cluster: LocalCluster | RayCluster) -> int:
+    """The number of workers that fits this machine; of vLLM servers, 1."""
+    if ranks_of(cluster) is not None:
+        return 0
+    if experiment.server_cluster is not None:
+        return 1
+    own = isinstance(cluster, RayCluster)  # Ray reserves the trainer's GPU, which local workers share
+    found = max(1, usable_gpus() - own) if experiment.models.on_gpu else _cores()
+    return shards_of(cluster) or max(min(found, MOST_WORKERS), cluster.min_workers or 1)
 
 
 def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
@@ -66,15 +67,9 @@ def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
         raise UsageError(
             f"--cluster {chosen} is unknown.", "Use none, local, ray, or HOST:PORT of a Ray cluster that runs already."
         )
-    if chosen == "none":
-        return ["cluster=none"]
     settings = [f"cluster={chosen}"] if chosen in KINDS else ["cluster=ray", f"cluster.address={chosen}"]
-    if isinstance(before, LocalCluster | RayCluster):
-        counts = {key: getattr(before, key, None) for key in COUNTS}
-        settings += [f"cluster.{key}={count}" for key, count in counts.items() if count]
-    if isinstance(before, RayCluster) and before.gpus_per_worker and chosen != "local":
-        settings.append(f"cluster.gpus_per_worker={before.gpus_per_worker}")
-    return settings
+    kept = {"none": (), "local": COUNTS}.get(chosen, (*COUNTS, "gpus_per_worker"))
+    return settings + [f"cluster.{key}={count}" for key in kept if (count := getattr(before, key, None))]
 
 
 def open_supply(experiment: Experiment) -> Supply | None:
@@ -83,23 +78,21 @@ def open_supply(experiment: Experiment) -> Supply | None:
     cluster = experiment.cluster
     if not has_workers(cluster) or experiment.server_cluster is not None:
         return None
-    if isinstance(cluster, LocalCluster):
+    if not isinstance(cluster, RayCluster):
         from pvg.workers.local import LocalSupply
 
         return LocalSupply()
-    if isinstance(cluster, RayCluster):
-        from pvg.workers.ray_supply import RaySupply
+    from pvg.workers.ray_supply import RaySupply
 
-        processes = processes_of(cluster, shards_of(cluster) or _cores())[1]
-        if experiment.models.on_gpu and cluster.address is None and (found := usable_gpus()) <= processes:
-            raise MissingRequirementError(
-                f"cluster = 'ray' needs a GPU for each of {counted(processes, 'worker')} and one for the trainer, but "
-                f"this machine has {found}.",
-                "Use --cluster local, whose workers share GPUs, fewer workers (-s cluster.workers=N), or "
-                "-s models.device=cpu",
-            )
-        return RaySupply(processes, cluster.address, gpus=int(experiment.models.on_gpu))
-    return None
+    processes = processes_of(cluster, shards_of(cluster) or _cores())[1]
+    if experiment.models.on_gpu and cluster.address is None and (found := usable_gpus()) <= processes:
+        raise MissingRequirementError(
+            f"cluster = 'ray' needs a GPU for each of {counted(processes, 'worker')} and one for the trainer, but "
+            f"this machine has {found}.",
+            "Use --cluster local, whose workers share GPUs, fewer workers (-s cluster.workers=N), or "
+            "-s models.device=cpu",
+        )
+    return RaySupply(processes, cluster.address, gpus=int(experiment.models.on_gpu))
 
 
 def _gains(experiment: Experiment) -> bool:

@@ -93,7 +93,7 @@ class RankGroup:
     def __init__(self, launch: Launch) -> None:
         self.launch, self.number, self.count = launch, launch.number, launch.processes
         self._part: _Part | None = None
-        self.used = self.broken = False  # broken: the other ranks hear no command of this one any more
+        self.broken = False  # whether the other ranks hear no command of this one any more
         interface = _interface_to(LOOPBACK if launch.one_machine else launch.host)
         if not launch.one_machine and interface == _interface_to(LOOPBACK):  # a machine's own name may mean 127.0.1.1
             interface = _interface_to(ELSEWHERE)
@@ -353,11 +353,6 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
 
     async def prepare(self) -> None:
         """Let the ranks open their parts before their first work."""
-        if self._group.launch.lost and not self._group.used:
-            self._events.event("workers", event="rank lost", why=self._group.launch.lost)
-        elif self._fields["device"] == "cuda" and not self._group.used:
-            self._events.event("workers", event="experimental", why="No run has used trainer ranks on GPUs yet")
-        self._group.used = True
         began = time.perf_counter()
         await run_in(self._executor, self._open)
         taken_ms = (time.perf_counter() - began) * 1e3
