@@ -99,7 +99,7 @@ class Players:
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         try:
-            reserving = self._supply if self.servers is None else self.servers.client
+            reserving = self.servers or self._supply
             if self.device.type == "cuda" and isinstance(reserving, RayClient):
                 self.device = torch.device("cuda", reserving.own_gpu())
             self._check_ranks()

@@ -25,19 +25,15 @@ from numpy.typing import NDArray
 
 PREFIX = struct.Struct("<IQ")
 ALIGNMENT = 16
-# What may travel as a record, and its module, which is imported at the first use: some modules import torch.
-RECORDS = {
-    "VersionSpan": "pvg.records",
-    "Timing": "pvg.records",
-    "Sampling": "pvg.rollout.engine",
-    "GenerationRequest": "pvg.rollout.engine",
-    "PartialCompletion": "pvg.rollout.engine",
-    "Completion": "pvg.rollout.engine",
-    "EngineStats": "pvg.rollout.engine",
-    "Metrics": "pvg.telemetry.metrics",
-    "PolicyBatch": "pvg.training.batch",
-    "VerifierBatch": "pvg.verifier.data",
+# What may travel as a record, by module, which is imported at the first use: some modules import torch.
+MODULES = {
+    "pvg.records": ("VersionSpan", "Timing"),
+    "pvg.rollout.engine": ("Sampling", "GenerationRequest", "PartialCompletion", "Completion", "EngineStats"),
+    "pvg.telemetry.metrics": ("Metrics",),
+    "pvg.training.batch": ("PolicyBatch",),
+    "pvg.verifier.data": ("VerifierBatch",),
 }
+RECORDS = {name: module for module, names in MODULES.items() for name in names}
 
 Array = NDArray[Any]
 

@@ -107,9 +107,8 @@ class ModelCopies:
         self, pool: WorkerPool, shards: range, fields: Mapping[str, Any], tensors: Callable[[], Mapping[str, Tensor]]
     ) -> None:
         self._pool, self._shards, self._fields, self._tensors = pool, shards, fields, tensors
-        self._memory = pool.weights()
-        self._slot: int | None = None
-        self._changes, self._sent = 0, -1  # the weights' changes, and how many of them the workers have
+        self._memory, self._slot = pool.weights(), pool.slot()
+        self._changes, self._sent = 0, -1  # the weights' changes, and how many of them the workers have; -1: not open
         self._loading = asyncio.Lock()
 
     def weights_changed(self) -> None:
@@ -121,10 +120,8 @@ class ModelCopies:
 
     async def _prepare(self) -> int:
         async with self._loading:
-            if self._slot is None:
-                slot = self._pool.slot()
-                await self._pool.ask(self._shards, Frame("open", {**self._fields, "slot": slot}))
-                self._slot = slot
+            if self._sent < 0:
+                await self._pool.ask(self._shards, Frame("open", {**self._fields, "slot": self._slot}))
             if self._sent != self._changes:
                 changes, place = self._changes, await self._memory.write(self._tensors())
                 await self._pool.ask(self._shards, Frame("load", {"slot": self._slot, "place": place}))
@@ -133,9 +130,9 @@ class ModelCopies:
 
     async def close(self) -> None:
         async with self._loading:
-            if self._slot is not None and not self._pool.failed:
+            if self._sent >= 0 and not self._pool.failed:
                 await self._pool.ask(self._shards, Frame("close", {"slot": self._slot}))
-            self._slot, self._sent = None, -1
+            self._sent = -1
             self._memory.close()
 
 

@@ -284,7 +284,10 @@ class WorkerProcess:
 
     def take(self, frame: Frame) -> None:
         if frame.kind == "ping":
-            self._send(Frame("pong", self._load_of_process()))
+            cores, before, self._probed = self._cores.take(), self._probed, time.monotonic()
+            load = {} if cores is None else cores.metrics()
+            wall_s, peak_bytes = self._probed - before, peak_memory()["rss_bytes"]
+            self._send(Frame("pong", {**load, "wall_s": wall_s, "peak_bytes": peak_bytes}))
             return
         shard = frame.fields["shard"]
         if frame.kind == "leave":
@@ -295,12 +298,6 @@ class WorkerProcess:
         if frame.kind == "start":
             self._workers[shard] = Worker(self._send, self._executor)
         self._workers[shard].take(frame)
-
-    def _load_of_process(self) -> dict[str, float]:
-        """What LoadMeter.report takes (pvg.workers.scaling), since the last probe."""
-        cores, before, self._probed = self._cores.take(), self._probed, time.monotonic()
-        times = {} if cores is None else {"ran_s": cores.ran_s, "waited_s": cores.waited_s}
-        return {**times, "peak_bytes": peak_memory()["rss_bytes"], "wall_s": self._probed - before}
 
 
 async def _serve(connection: socket.socket) -> None:

@@ -262,14 +262,11 @@ class _Part:
         self._optimizer = build_optimizer(self._parameters, OptimizerSettings(**fields["optimizer"]))
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                _take(parameter, whole.get(f"model.{name}"))
+                parameter.copy_(_divided(whole.get(f"model.{name}"), parameter))
         for name, steps in fields["steps"].items():
             parameter = self._parameters[name]
-            state = {moment: torch.zeros_like(parameter) for moment in MOMENTS[:2]}
-            for moment, tensor in state.items():
-                _take(tensor, whole.get(f"{moment}.{name}"))
-            state["step"] = torch.tensor(steps, device=parameter.device)
-            self._optimizer.state[parameter] = state
+            state = {moment: _divided(whole.get(f"{moment}.{name}"), parameter) for moment in MOMENTS[:2]}
+            self._optimizer.state[parameter] = {**state, "step": torch.tensor(steps, device=parameter.device)}
 
     def gradient(self, frame: Frame) -> Frame:
         """Add up this rank's micro-batches, and passes of weight 0 up to the number of passes of all ranks."""
@@ -314,11 +311,11 @@ def _nothing(root: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics
     return loss * 0.0, metrics
 
 
-def _take(own: Tensor, whole: Tensor | None) -> None:
-    """Give each rank its rows of a tensor that rank 0 has. All ranks call this."""
-    assert isinstance(own, DTensor)
-    sent = torch.empty(own.shape, dtype=own.dtype) if whole is None else whole.detach()
-    own.copy_(distribute_tensor(sent.to(own.device), own.device_mesh, own.placements))
+def _divided(whole: Tensor | None, like: Tensor) -> Tensor:
+    """Give each rank its rows, as it has those of `like`, of a tensor that rank 0 has. All ranks call this."""
+    assert isinstance(like, DTensor)
+    sent = torch.empty(like.shape, dtype=like.dtype) if whole is None else whole.detach()
+    return distribute_tensor(sent.to(like.device), like.device_mesh, like.placements)
 
 
 def _full(tensor: Tensor) -> Tensor:

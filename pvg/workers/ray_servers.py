@@ -28,7 +28,7 @@ from pvg.servers.fleet import Server
 from pvg.servers.process import LogTail, ServerFailedError, VllmServer, free_port
 from pvg.servers.served_model import ServedModel
 from pvg.store.atomic import make_directory
-from pvg.telemetry.events import Events, SilentEvents
+from pvg.telemetry.events import Events
 from pvg.workers.ray_cluster import PROBE_S, ClusterFullError, RayActor, RayClient, cause_of, hello, unfit_node
 
 AWAY_S = 60.0  # after which a server that does not answer is replaced; a short break of the network ends sooner
@@ -58,19 +58,18 @@ class _Place:
         return {"number": self.number, "node": self.actor.found["node"] if self.actor else "?", **url}
 
 
-class RayServers:
-    """A user of the cluster, through `client`. `close` it, or `end` it if it was not started."""
+class RayServers(RayClient):
+    """`close` it, or `end` it if it was not started."""
 
     def __init__(self, experiment: Experiment, events: Events | None = None) -> None:
         cluster = experiment.server_cluster
         assert cluster is not None
-        self._experiment = experiment
-        self._events = events or SilentEvents()
         self._count = self._kept = cluster.workers or 1
+        super().__init__(self._count, cluster.address, events)
+        self._experiment = experiment
         self._needs = {"num_cpus": 1, "num_gpus": cluster.gpus_per_worker}
         self._root = experiment.weights.root.absolute()
         self._mark = f"cluster-{secrets.token_hex(8)}.mark"
-        self.client = RayClient(self._count, cluster.address, self._events)
         self._places: set[_Place] = set()
         self._supervising: asyncio.Task[None] | None = None
 
@@ -79,10 +78,10 @@ class RayServers:
         impossible."""
         self._served = served
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await self.client.connection()
+        await self.connection()
         self._order = await asyncio.to_thread(self._prepare)
         what = "starts a vLLM server" if self._count == 1 else f"starts {self._count} vLLM servers"
-        self._events.event("workers", event="servers", why=f"pvg {what} on the Ray cluster, which may take minutes")
+        self.events.event("workers", event="servers", why=f"pvg {what} on the Ray cluster, which may take minutes")
         self._supervising = asyncio.create_task(self._supervise())
         await self._first
 
@@ -100,9 +99,6 @@ class RayServers:
         (self._root / self._mark).unlink(missing_ok=True)
         await asyncio.get_running_loop().run_in_executor(None, self.end)
 
-    def end(self) -> None:
-        self.client.end()
-
     def _prepare(self) -> ServerOrder:
         make_directory(self._root)
         (self._root / self._mark).touch()
@@ -110,7 +106,7 @@ class RayServers:
         return ServerOrder(
             experiment={**plain, "weights": {**plain["weights"], "root": str(self._root)}},
             folder=os.getcwd(),
-            driver=str(self.client.ray.util.get_node_ip_address()),
+            driver=str(self.ray.util.get_node_ip_address()),
             key=control_key(self._root),
             mark=self._mark,
             gpus=self._needs["num_gpus"],
@@ -123,7 +119,7 @@ class RayServers:
         """Keep all servers running. End the run after a defect, if the head is lost, or without any server."""
         try:
             async with asyncio.TaskGroup() as group:
-                for work in (self.client.watch(), *map(self._keep, range(self._count))):
+                for work in (self.watch(), *map(self._keep, range(self._count))):
                     group.create_task(work)
         except* Exception as errors:  # noqa: BLE001 - the run ends with it
             if self._first.done():
@@ -143,8 +139,8 @@ class RayServers:
             lines = error.lines if isinstance(error, ServerFailedError) else []
             why = error.message.rstrip(".")
             for line in lines:
-                self._events.event("workers", event="server printed", **place.names, text=shortened(line, LONGEST_LINE))
-            self._events.event("workers", event="server lost", **place.names, why=why)
+                self.events.event("workers", event="server printed", **place.names, text=shortened(line, LONGEST_LINE))
+            self.events.event("workers", event="server lost", **place.names, why=why)
             await self._drop(place)
             again = isinstance(error, ServerUnavailableError)
             hopeless = bool(failed and lines) and not self._first.done()  # the others would fail as well
@@ -155,7 +151,7 @@ class RayServers:
                 if not self._kept or not self._first.done():
                     raise kind(f"No vLLM server runs on {where}: {why}.", error.remedy)
                 why = f"No vLLM server runs on {where}: {why}. pvg continues with {counted(self._kept, 'server')}"
-                self._events.event("workers", event="server given up", why=why)
+                self.events.event("workers", event="server given up", why=why)
                 return
             await asyncio.sleep(PAUSE_S * failed)
 
@@ -164,13 +160,13 @@ class RayServers:
         another attempt may help."""
         coming: asyncio.Future[Any] | None = None
         try:
-            async with self.client.room("a vLLM server", self._needs, "Use fewer servers (-s cluster.workers=N)"):
-                actor = await self.client.started(ServerAgent, self._order, self._needs, RayActor)
+            async with self.room("a vLLM server", self._needs, "Use fewer servers (-s cluster.workers=N)"):
+                actor = await self.started(ServerAgent, self._order, self._needs, RayActor)
             if not actor.found:
                 return ServerUnavailableError(cause_of(actor.error))
             place.actor = actor
             self._set_starting(place, True)
-            self._events.event("workers", event="server starting", **place.names, agent=actor.found["pid"])
+            self.events.event("workers", event="server starting", **place.names, agent=actor.found["pid"])
             coming = asyncio.create_task(actor.next())
             while True:
                 await asyncio.wait([coming], timeout=PROBE_S)
@@ -197,12 +193,12 @@ class RayServers:
     def _take(self, place: _Place, news: dict[str, Any]) -> None:
         if news.pop("news") == "ready":
             place.server = self._served.add(news.pop("url"))
-            self._events.event("workers", event="server started", **place.names, **news)
+            self.events.event("workers", event="server started", **place.names, **news)
             if not self._first.done():
                 self._first.set_result(None)
         else:
             for line in news["lines"]:
-                self._events.event("workers", event="server printed", **place.names, text=line)
+                self.events.event("workers", event="server printed", **place.names, text=line)
 
     def _set_starting(self, place: _Place, starting: bool) -> None:
         self._served.fleet.starting += starting - place.starting  # then requests wait longer for a server

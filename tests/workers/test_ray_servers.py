@@ -145,7 +145,7 @@ async def on_gpus(monkeypatch: pytest.MonkeyPatch, nodes: SimulatedNodes, root: 
     """Ray counts the GPUs that a node says it has, shows each server its own, and reserves one for this process."""
     use = Servers(nodes, root, workers=2, gpus_per_worker=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,3,2,1,0")
-    own = ["4", "3", "2", "1", "0"][await asyncio.to_thread(use.servers.client.own_gpu)]
+    own = ["4", "3", "2", "1", "0"][await asyncio.to_thread(use.servers.own_gpu)]
     async with use:
         await use.drill.publish(0)
         await use.both_up()
@@ -155,7 +155,7 @@ async def on_gpus(monkeypatch: pytest.MonkeyPatch, nodes: SimulatedNodes, root: 
         assert not any(name.startswith("RAY_") for env in environments for name in env)
         monkeypatch.setattr(ray_cluster, "GPU_S", 0.5)
         with pytest.raises(MissingRequirementError, match="Ray has no free GPU on this machine"):
-            await asyncio.to_thread(use.servers.client.own_gpu)
+            await asyncio.to_thread(use.servers.own_gpu)
 
 
 async def refusal(nodes: SimulatedNodes, root: Path) -> Exception:
