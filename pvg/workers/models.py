@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pvg.config.base import Section
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.models.heads import VerifierEnsemble
@@ -37,14 +36,10 @@ Int64 = NDArray[np.int64]
 
 def policy_fields(training: Training, rollout: Rollouts) -> dict[str, Any]:
     """How a worker opens the prover and its loss."""
-    return {"what": "policy", "training": as_text(training), "rollout": as_text(rollout)}
+    return {"what": "policy", "training": training.model_dump_json(), "rollout": rollout.model_dump_json()}
 
 
 PAIR_FIELDS = {"what": "pairs"}  # how a worker opens the verifier of its experiment, and its loss
-
-
-def as_text(section: Section) -> str:
-    return section.model_dump_json(exclude_none=True)
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------
@@ -162,12 +157,10 @@ class ModelInWorkers(ModelCopies, GradientWorkers[BatchT], Generic[BatchT]):
     async def logprobs(self, of: Literal["base", "learner"], batch: PolicyBatch) -> list[Float32]:
         """As `PolicyObjective.recompute`, under the base prover or the policy in training."""
         rows = policy_rows(batch, len(self._shards))
-        parts = [batch.select(own) for own in rows]
-        answers = await self._asked("logprobs", [{"of": of, "batch": part} for part in parts])
+        answers = await self._asked("logprobs", [{"of": of, "batch": batch.select(own)} for own in rows])
         found: list[Float32] = [np.zeros(0, dtype=np.float32)] * len(batch)
-        for answer, part, own in zip(answers, parts, rows, strict=True):
-            values = np.split(answer.fields["logprobs"], np.cumsum(part.completion_lengths_N)[:-1])
-            for row, logprobs in zip(own.tolist(), values, strict=True):
+        for answer, own in zip(answers, rows, strict=True):
+            for row, logprobs in zip(own.tolist(), answer.fields["logprobs"], strict=True):
                 found[row] = logprobs
         return found
 

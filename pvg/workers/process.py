@@ -237,8 +237,7 @@ class Worker:
         trained = self._trained(frame)
         assert isinstance(trained.objective, PolicyObjective)
         module = self.base.module if frame.fields["of"] == "base" else trained.module
-        found = trained.objective.recompute(module, frame.fields["batch"])
-        return {"logprobs": np.concatenate(found) if found else np.zeros(0, np.float32)}
+        return {"logprobs": trained.objective.recompute(module, frame.fields["batch"])}
 
     def _gradient(self, frame: Frame) -> dict[str, Any]:
         """The summed gradient of micro-batches, their losses and their metrics."""

@@ -57,7 +57,7 @@ from pvg.training.trainer import (
 )
 from pvg.workers.frames import Frame, packed, unpacked
 from pvg.workers.launch import ALONE, EXIT_LOST, Launch, RankLostError
-from pvg.workers.models import as_text, policy_fields, policy_shards, sums_of
+from pvg.workers.models import policy_fields, policy_shards, sums_of
 
 # What errors of a broken connection between ranks contain. torch has no type for them: all are RuntimeErrors.
 BROKEN = ("gloo/transport", "Gloo connectFullMesh", "NCCL", "Timed out waiting")
@@ -402,7 +402,7 @@ def rank_fields(
     training: Training, rollout: Rollouts, models: Models, optimizer: OptimizerSettings, device: torch.device
 ) -> dict[str, Any]:
     """How a rank opens the prover, its loss and its optimizer."""
-    own = {"models": as_text(models), "optimizer": asdict(optimizer), "device": device.type}
+    own = {"models": models.model_dump_json(), "optimizer": asdict(optimizer), "device": device.type}
     return {**policy_fields(training, rollout), **own}
 
 

@@ -77,18 +77,15 @@ class RayClient:
 
     async def connection(self) -> Any:
         """The module ray. Raises WorkerLostError if the cluster is not open in ROOM_S."""
-        return await self._within(ROOM_S, self._connected, f"the Ray cluster at {self._where} to start")
+        return await self._within(ROOM_S, self._connected, "the start")
 
     async def call(self, work: Callable[..., T], *arguments: object) -> T:
         """A call of Ray that blocks. Raises WorkerLostError if it has no answer in CALL_S, or Ray gives up earlier."""
-        return await self._answered(self._submit(work, *arguments))
-
-    async def _answered(self, called: Future[T]) -> T:
-        return await self._within(CALL_S, called, f"an answer of the Ray cluster at {self._where}")
+        return await self._within(CALL_S, self._submit(work, *arguments), "an answer")
 
     async def _within(self, limit_s: float, answer: Future[T], what: str) -> T:
         try:
-            async with patience(self.events, what, limit_s):
+            async with patience(self.events, f"{what} of the Ray cluster at {self._where}", limit_s):
                 return await asyncio.shield(asyncio.wrap_future(answer))
         except TimeoutError:  # also of Ray itself
             raise head_lost(self._where) from None
@@ -125,7 +122,7 @@ class RayClient:
 
         starting = self._submit(start)
         try:
-            actor = await self._answered(starting)
+            actor = await self._within(CALL_S, starting, "an answer")
             if (found := await actor.next()) is not None:
                 refuse_other_versions(found)
                 actor.found = found

@@ -126,7 +126,7 @@ def test_a_cluster_whose_start_hangs_is_named_and_not_waited_for_without_end(mon
     client = RayClient(2, "10.0.0.1:6379", events := RecordedEvents())
     with pytest.raises(WorkerLostError, match=r"10\.0\.0\.1:6379 does not answer"):
         asyncio.run(client.connection())
-    assert ["10.0.0.1:6379 to start" in event["why"] for event in events.of("waits")] == [True]
+    assert ["the start of the Ray cluster at 10.0.0.1:6379" in event["why"] for event in events.of("waits")] == [True]
     client.end()
 
 
