@@ -95,7 +95,7 @@ class WorkerEngine(Engine):
         self._pool = pool
         self._waiting = _Block(0)  # requests that have no shard yet
         self._sender: asyncio.Task[None] | None = None
-        self._blocks: dict[_Block, None] = {}  # those of a worker, in the order of their division
+        self._blocks: dict[_Block, asyncio.Task[None] | None] = {}  # those of a worker; None: not sent yet
         self._closed = False
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -160,31 +160,25 @@ class WorkerEngine(Engine):
                 shard = shards[shard_of(row.request.group, len(shards))]
                 row.block = blocks.setdefault(shard, _Block(shard))
                 row.block.rows.append(row)
-            self._blocks |= dict.fromkeys(blocks.values())
+            self._blocks.update(dict.fromkeys(blocks.values()))
             for block in blocks.values():
-                self._begin(block)
+                self._blocks[block] = asyncio.create_task(self._sample(block))
                 await asyncio.sleep(0)
 
-    def _begin(self, block: _Block) -> None:
+    async def _sample(self, block: _Block) -> None:
+        """Let a worker sample a block. `_take` gets the completions; errors belong to the callers."""
         block.rows = [row for row in block.rows if not row.future.done()]  # callers may have left
-        if not block.rows:
-            del self._blocks[block]
-            return
+        asked = (row.request for row in block.rows)  # `on_tokens` stays here
+        requests = [each if each.on_tokens is None else replace(each, on_tokens=None) for each in asked]
         try:
-            asked = (row.request for row in block.rows)  # `on_tokens` stays here
-            requests = [each if each.on_tokens is None else replace(each, on_tokens=None) for each in asked]
-            frame = Frame("generate", {"requests": requests})
-            block.answer = self._pool.submit(block.shard, frame, partial(self._take, block))
-        except Exception as error:  # noqa: BLE001 - it belongs to the callers
+            if requests:
+                frame = Frame("generate", {"requests": requests})
+                block.answer = self._pool.submit(block.shard, frame, partial(self._take, block))
+                await block.answer
+        except Exception as error:  # noqa: BLE001 - the callers raise it
+            block.fail(error)
+        finally:
             del self._blocks[block]
-            block.fail(error)
-        else:
-            block.answer.add_done_callback(partial(self._ended, block))
-
-    def _ended(self, block: _Block, answer: asyncio.Future[Frame]) -> None:
-        del self._blocks[block]
-        if not answer.cancelled() and (error := answer.exception()) is not None:
-            block.fail(error)
 
     def _take(self, block: _Block, frame: Frame) -> None:
         if block.take(frame):
