@@ -307,9 +307,7 @@ class Trainer(Generic[BatchT]):
             return self._ranks.gradients(parts, state)
         if self._workers is None:
             micro_batches = [micro_batch for part in parts for micro_batch in part]
-            losses, metrics = accumulate(self.module, self._objective, micro_batches, self._precision)
-            # Read together: one transfer per micro-batch would synchronize the device.
-            return torch.stack(losses).tolist() if losses else [], metrics
+            return accumulate(self.module, self._objective, micro_batches, self._precision)
         found = self._workers.gradients(parts, state)
         total, metrics = found[0].gradient, Metrics()
         for part in found[1:]:  # in the order of the shards, because the order of a sum changes its bits
@@ -435,9 +433,9 @@ def accumulate(
     objective: Callable[[nn.Module, BatchT], tuple[Tensor, Metrics]],
     micro_batches: Sequence[BatchT],
     precision: str,
-) -> tuple[list[Tensor], Metrics]:
-    """Add the gradients of the micro-batches to the module's. Returns the loss of each (a scalar), and their
-    metrics."""
+) -> tuple[list[float], Metrics]:
+    """Add the gradients of the micro-batches to the module's. Returns the loss of each, and their metrics, which are
+    read together: one transfer per micro-batch would synchronize the device."""
     device = next(module.parameters()).device
     size = sum(weight.nbytes for weight in module.parameters()) if device.type == "cpu" else 0
     losses, metrics, whole = list[Tensor](), Metrics(), cast(object, objective)
@@ -453,7 +451,8 @@ def accumulate(
         metrics.merge(found)
         metrics.add_sum("micro_batches", 1)
     return_freed_memory(size)
-    return losses, metrics
+    metrics.read()
+    return torch.stack(losses).tolist() if losses else [], metrics
 
 
 def checkpoint_layers(module: nn.Module) -> None:

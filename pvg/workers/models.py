@@ -21,7 +21,6 @@ from pvg.config.training import Training
 from pvg.models.heads import VerifierEnsemble
 from pvg.models.packing import distinct_rows, padded_width
 from pvg.records import Float32
-from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
 from pvg.training.trainer import GradientWorkers, PartGradient
 from pvg.verifier.data import VerifierBatch
@@ -232,9 +231,3 @@ class WorkerBackend(ScoreBackend):
             scores_N[rows] = answer.fields["scores"]
             passes += answer.fields["passes"]
         return ScoredBatch(scores_N, passes)
-
-
-def sums_of(losses: Sequence[Tensor], metrics: Metrics) -> dict[str, Any]:
-    """The losses and metrics of micro-batches for a frame."""
-    metrics.read()
-    return {"losses": torch.stack(list(losses)).tolist() if losses else [], "metrics": metrics}

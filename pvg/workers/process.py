@@ -46,7 +46,7 @@ from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, chec
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoreCache, ScoreInput, ScoringModel, TorchBackend, digest_of
 from pvg.workers.frames import Frame, receive, send
-from pvg.workers.models import sums_of, tensors_of
+from pvg.workers.models import tensors_of
 from pvg.workers.shared import tensors_at
 
 # A worker's engine queues a whole block; the driver bounds what it sends.
@@ -252,7 +252,7 @@ class Worker:
             gradient = torch.cat([part.reshape(-1) for part in found])
         finally:
             trained.module.zero_grad(set_to_none=True)
-        return {"gradient": gradient.cpu().numpy(), **sums_of(losses, metrics)}
+        return {"gradient": gradient.cpu().numpy(), "losses": losses, "metrics": metrics}
 
     def _trained(self, frame: Frame) -> TrainedModel:
         model = self._models[frame.fields["slot"]]

@@ -57,7 +57,7 @@ from pvg.training.trainer import (
 )
 from pvg.workers.frames import Frame, packed, unpacked
 from pvg.workers.launch import ALONE, EXIT_LOST, Launch, RankLostError
-from pvg.workers.models import policy_fields, policy_shards, sums_of
+from pvg.workers.models import policy_fields, policy_shards
 
 # What errors of a broken connection between ranks contain. torch has no type for them: all are RuntimeErrors.
 BROKEN = ("gloo/transport", "Gloo connectFullMesh", "NCCL", "Timed out waiting")
@@ -277,7 +277,7 @@ class _Part:
         passes = max(len(part) for part in frame.fields["micro_batches"])
         padding = [frame.fields["padding"]] * (passes - len(micro_batches))
         accumulate(self._root, _nothing, padding, self._precision)
-        return Frame("gradient", sums_of(losses, metrics))
+        return Frame("gradient", {"losses": losses, "metrics": metrics})
 
     def update(self, fields: Mapping[str, Any], whole: Mapping[str, Tensor]) -> float:
         """Clip the gradient and step, and write the new weights into rank 0's whole tensors. A gradient that is not

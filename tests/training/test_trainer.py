@@ -310,7 +310,7 @@ class Workers:
         self.module.zero_grad()
         losses, metrics = accumulate(self.module, self.objective, part, "float32")
         gradient = torch.cat([weight.grad.flatten() for weight in trainable_parameters(self.module).values()])
-        return PartGradient(gradient, torch.stack(losses).tolist(), metrics)
+        return PartGradient(gradient, losses, metrics)
 
 
 def test_workers_train_as_one_process_does(executor):

@@ -33,7 +33,7 @@ def test_a_mean_over_nothing_has_no_value():
 
 
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
-def test_a_gradient_reads_nothing_from_the_device(loss):
+def test_nothing_is_read_from_the_device_before_all_micro_batches_are_computed(loss):
     """Fake tensors have no values, so torch refuses to read them."""
     random = np.random.default_rng(0)
     rows = [random.integers(3, 12, 4 + row) for row in range(6)]
@@ -43,13 +43,17 @@ def test_a_gradient_reads_nothing_from_the_device(loss):
     objective = PolicyObjective(section, Rollouts(max_tokens=32), pad_id=0)
     parts = objective.split(objective.prepare(batch))
     assert len(parts) > 1
-    module = small_llama(12)
+    module, computed = small_llama(12), []
     trust(module)
+
+    def counted(*arguments):
+        computed.append(arguments)
+        return objective(*arguments)
+
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for part in module.modules():
             for table, kind in ((part._parameters, torch.nn.Parameter), (part._buffers, torch.detach)):
                 table.update({n: kind(mode.from_tensor(t.detach())) for n, t in table.items() if t is not None})
-        losses, metrics = accumulate(module, objective, parts, "float32")
-    with pytest.raises(RuntimeError):
-        metrics.result()
-    assert len(losses) == len(parts)
+        with pytest.raises(RuntimeError):
+            accumulate(module, counted, parts, "float32")
+    assert len(computed) == len(parts)
