@@ -161,10 +161,10 @@ class AdaptsCoefficients(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PartGradient:
-    """The sum over some micro-batches: `gradient` float32 [parameters], the trained parameters one after the other;
-    the loss of each micro-batch, and metrics."""
+    """The sum over some micro-batches: `gradient` float32 [parameters], the trained parameters one after the other, or
+    None if others keep it; the loss of each micro-batch, and metrics."""
 
-    gradient: Tensor
+    gradient: Tensor | None
     losses: list[float]
     metrics: Metrics
 
@@ -186,8 +186,8 @@ class TrainerRanks(Protocol[BatchT]):
 
     def shards(self, batch: BatchT) -> list[BatchT]: ...
 
-    def gradients(self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any]) -> tuple[list[float], Metrics]:
-        """Compute the gradient of all micro-batches, and keep it. Returns the losses and metrics."""
+    def gradients(self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any]) -> list[PartGradient]:
+        """Compute the gradient of all micro-batches, and keep it."""
 
     def update(self, rate: float, clip: float) -> float:
         """Clip the gradient and step. Returns its norm before clipping; if this is not finite, nothing changes."""
@@ -303,20 +303,20 @@ class Trainer(Generic[BatchT]):
         """Put the sum of the micro-batches' gradients into the parameters, or into those of the ranks. Returns their
         losses and metrics."""
         state = self._objective.state() if isinstance(self._objective, AdaptsCoefficients) else {}
-        if self._ranks is not None:
-            return self._ranks.gradients(parts, state)
-        if self._workers is None:
+        others = self._workers or self._ranks
+        if others is None:
             micro_batches = [micro_batch for part in parts for micro_batch in part]
             return accumulate(self.module, self._objective, micro_batches, self._precision)
-        found = self._workers.gradients(parts, state)
-        total, metrics = found[0].gradient, Metrics()
-        for part in found[1:]:  # in the order of the shards, because the order of a sum changes its bits
-            total += part.gradient
-        for part in found:
+        found, metrics = others.gradients(parts, state), Metrics()
+        for part in found:  # in the order of the shards, because the order of a sum changes its bits
             metrics.merge(part.metrics)
-        sizes = [parameter.numel() for parameter in self._parameters.values()]
-        for parameter, gradient in zip(self._parameters.values(), torch.split(total, sizes), strict=True):
-            parameter.grad = gradient.view_as(parameter).to(parameter.device)
+        if gradients := [part.gradient for part in found if part.gradient is not None]:
+            total = gradients[0]
+            for gradient in gradients[1:]:
+                total += gradient
+            sizes = [parameter.numel() for parameter in self._parameters.values()]
+            for parameter, gradient in zip(self._parameters.values(), torch.split(total, sizes), strict=True):
+                parameter.grad = gradient.view_as(parameter).to(parameter.device)
         return [loss for part in found for loss in part.losses], metrics
 
     def _accumulate(self, parts: list[list[BatchT]]) -> dict[str, float]:

@@ -132,6 +132,8 @@ def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[
     driver, or of another rank that fails. `run`: the folder of the run. SIGINT and SIGTERM go to the driver. No process
     outlives the call."""
     attempts, losses, why, commit, stopping = 0, 0, "", _commit(run), False
+    command = [sys.executable, "-P", "-m", "pvg", *arguments]
+    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // count))}
     processes: list[subprocess.Popen[bytes]] = []  # the driver first
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -152,7 +154,10 @@ def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[
             variables[OWN] = json.dumps({**own, "launcher": os.getpid()})
             try:
                 for rank in range(count):
-                    processes.append(_started(arguments, {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+                    place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    environment = {**threads, **os.environ, **variables, **place}
+                    # In a new session, because Ctrl-C is for the launcher, which forwards it to the driver.
+                    processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
                     if stopping:  # perhaps before there was a driver to send it to
                         again = f"To resume it, use: pvg train --resume {run}" if commit else ""
                         raise StoppedAtStart(f"Stopped while the ranks of {run.name!r} started.", again)
@@ -174,15 +179,6 @@ def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[
                     f"Look at the memory of the machine, and continue: pvg train --resume {run}",
                 )
             say(f"{why}. All {count} ranks start again from the last commit.")
-
-
-def _started(arguments: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // int(variables["WORLD_SIZE"])))}
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "pvg", *arguments],
-        env={**threads, **os.environ, **variables},
-        start_new_session=True,  # Ctrl-C reaches only the launcher, which forwards it to the driver
-    )
 
 
 def _watched(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int | None, str]:

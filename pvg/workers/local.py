@@ -104,10 +104,9 @@ class LocalSupply:
     async def start(self, successor: bool = False) -> LocalMember:
         """Fork a worker. Raises MissingRequirementError if that fails in a new nursery too."""
         ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as unused:
+        with theirs, contextlib.ExitStack() as unused:
             unused.callback(ours.close)
-            with theirs:
-                pid = await self._forked(theirs)
+            pid = await self._forked(theirs)
             unused.pop_all()
         return LocalMember(pid, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
 

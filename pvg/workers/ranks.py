@@ -48,6 +48,7 @@ from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import (
     MOMENTS,
     OptimizerSettings,
+    PartGradient,
     TrainerRanks,
     accumulate,
     build_optimizer,
@@ -363,19 +364,13 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
     def shards(self, batch: PolicyBatch) -> list[PolicyBatch]:
         return policy_shards(batch, self._group.count)
 
-    def gradients(
-        self, parts: Sequence[Sequence[PolicyBatch]], state: Mapping[str, Any]
-    ) -> tuple[list[float], Metrics]:
+    def gradients(self, parts: Sequence[Sequence[PolicyBatch]], state: Mapping[str, Any]) -> list[PartGradient]:
         self._open()
         idle: list[list[PolicyBatch]] = [[]] * (self._group.count - len(parts))
         micro_batches = [list(part) for part in parts] + idle
         fields = {"micro_batches": micro_batches, "padding": _shortest_row(parts), "state": state}
-        losses, metrics = list[float](), Metrics()
-        # In the order of the ranks, because the order of a sum changes its bits.
-        for answer in self._group.do("gradient", fields):
-            losses += answer.fields["losses"]
-            metrics.merge(answer.fields["metrics"])
-        return losses, metrics
+        answers = [answer.fields for answer in self._group.do("gradient", fields)]
+        return [PartGradient(None, answer["losses"], answer["metrics"]) for answer in answers]
 
     def update(self, rate: float, clip: float) -> float:
         return float(self._group.do("update", {"rate": rate, "clip": clip}, whole=self._parameters))

@@ -37,13 +37,8 @@ class RayMember(RayActor):
     _sent = 0
 
     @property
-    def pid(self) -> int:
-        return int(self.found.get("pid", 0))
-
-    @property
     def names(self) -> dict[str, Any]:
-        gpus = {"gpus": self.found["gpus"]} if self.found.get("gpus") else {}
-        return {"node": self.found.get("node", "?"), "pid": self.pid, **gpus}
+        return {name: self.found[name] for name in ("node", "pid", "gpus") if self.found.get(name)} or {"node": "?"}
 
     def send(self, frame: Frame) -> None:
         """Weights go as an object of Ray's store, of which Ray brings one copy to each node."""
@@ -111,8 +106,8 @@ class RaySupply(RayClient):
                 async with asyncio.timeout(GRACE_S):
                     return await self._started(self._needs)
             member = await self._started({"num_cpus": 0})
-            if member.pid:  # otherwise it has ended
-                node = member.names["node"]
+            if member.found:  # otherwise it has ended
+                node = member.found["node"]
                 why = f"Ray has no room for a worker, so it shares node {node}"
                 self.events.event("workers", event="node shared", node=node, why=why)
             return member

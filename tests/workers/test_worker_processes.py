@@ -200,7 +200,7 @@ async def sampled(pool: WorkerPool, number: int) -> list[bytes]:
 
 
 def workers_of(pool: WorkerPool) -> list[int]:
-    return [shard.worker.member.pid for shard in pool._shards if shard.worker.member is not None]
+    return [shard.worker.member.names["pid"] for shard in pool._shards if shard.worker.member is not None]
 
 
 async def killed_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
