@@ -441,9 +441,8 @@ def noted_run(launch: Launch) -> str:
     """The folder of the run that an earlier driver of this launch may have begun; empty in the first attempt."""
     if launch.store:
         return launch.run if launch.lost else ""
-    if not (agent := _agent(launch)).check(["pvg/run"]):
-        return ""
-    return str(agent.get("pvg/run").decode())
+    agent = _agent(launch)
+    return str(agent.get("pvg/run").decode()) if agent.check(["pvg/run"]) else ""
 
 
 def note_run(launch: Launch, folder: str) -> None:

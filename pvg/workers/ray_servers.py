@@ -16,7 +16,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
@@ -89,12 +89,10 @@ class RayServers(RayClient):
         if self._supervising is not None:
             self._supervising.cancel()
             await asyncio.gather(self._supervising, return_exceptions=True)
-        if actors := [place.actor for place in self._places if place.actor is not None]:
-            stopping = [asyncio.ensure_future(actor.handle.stop.remote()) for actor in actors]
-            _, late = await asyncio.wait(stopping, timeout=STOP_S)
-            for one in late:
-                one.cancel()
-            await asyncio.gather(*stopping, return_exceptions=True)  # an actor may have ended
+        stopping = [place.actor.handle.stop.remote() for place in self._places if place.actor is not None]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await asyncio.gather(*stopping, return_exceptions=True)  # an actor may have ended
         self._places.clear()
         (self._root / self._mark).unlink(missing_ok=True)
         await asyncio.get_running_loop().run_in_executor(None, self.end)
@@ -133,7 +131,10 @@ class RayServers(RayClient):
         while True:
             place = _Place(number)
             self._places.add(place)
-            error = await self._follow(place)
+            try:
+                await self._follow(place)
+            except PvgError as ended:
+                error = ended
             self._places.discard(place)
             failed = failed + 1 if place.server is None else 0
             lines = error.lines if isinstance(error, ServerFailedError) else []
@@ -142,7 +143,8 @@ class RayServers(RayClient):
                 self.events.event("workers", event="server printed", **place.names, text=shortened(line, LONGEST_LINE))
             self.events.event("workers", event="server lost", **place.names, why=why)
             await self._drop(place)
-            again = isinstance(error, ServerUnavailableError)
+            full = isinstance(error, ClusterFullError)  # a cluster that has had room may have some later
+            again = isinstance(error, ServerUnavailableError) or (full and self._first.done())
             hopeless = bool(failed and lines) and not self._first.done()  # the others would fail as well
             if not again or hopeless or failed == MOST_FAILURES:
                 kind = ServerUnavailableError if again else MissingRequirementError
@@ -155,40 +157,33 @@ class RayServers(RayClient):
                 return
             await asyncio.sleep(PAUSE_S * failed)
 
-    async def _follow(self, place: _Place) -> PvgError:
-        """Start a server, and take its news until it ends, or does not answer. Returns why: a ServerUnavailableError if
-        another attempt may help."""
-        coming: asyncio.Future[Any] | None = None
+    async def _follow(self, place: _Place) -> NoReturn:
+        """Start a server, and take its news until it ends, or does not answer. Raises why: ServerUnavailableError if
+        another attempt may help, or ClusterFullError."""
+        async with self.room("a vLLM server", self._needs, "Use fewer servers (-s cluster.workers=N)"):
+            actor = await self.started(ServerAgent, self._order, self._needs, RayActor)
+        if not actor.found:
+            raise ServerUnavailableError(cause_of(actor.error))
+        place.actor = actor
+        self._set_starting(place, True)
+        self.events.event("workers", event="server starting", **place.names, agent=actor.found["pid"])
+        coming = asyncio.create_task(actor.next())
         try:
-            async with self.room("a vLLM server", self._needs, "Use fewer servers (-s cluster.workers=N)"):
-                actor = await self.started(ServerAgent, self._order, self._needs, RayActor)
-            if not actor.found:
-                return ServerUnavailableError(cause_of(actor.error))
-            place.actor = actor
-            self._set_starting(place, True)
-            self.events.event("workers", event="server starting", **place.names, agent=actor.found["pid"])
-            coming = asyncio.create_task(actor.next())
             while True:
                 await asyncio.wait([coming], timeout=PROBE_S)
                 if coming.done():
                     if (news := coming.result()) is None:
                         cause = getattr(actor.error, "cause", None)  # the actor raised it
-                        if isinstance(cause, PvgError):
-                            return cause
-                        return unfit_node(actor.error) or ServerUnavailableError(cause_of(actor.error))
+                        own = cause if isinstance(cause, PvgError) else unfit_node(actor.error)
+                        raise own or ServerUnavailableError(cause_of(actor.error))
                     self._take(place, news)
                     coming = asyncio.create_task(actor.next())
                 if place.server is not None and place.server.state == "up":
                     self._set_starting(place, False)
                 if self._is_lost(place):
-                    return ServerUnavailableError(f"The server has not answered for {AWAY_S:g} s")
-        except ClusterFullError as error:
-            return ServerUnavailableError(error.message, error.remedy) if self._first.done() else error
-        except PvgError as error:
-            return error
+                    raise ServerUnavailableError(f"The server has not answered for {AWAY_S:g} s")
         finally:
-            if coming is not None:
-                coming.cancel()
+            coming.cancel()
 
     def _take(self, place: _Place, news: dict[str, Any]) -> None:
         if news.pop("news") == "ready":
