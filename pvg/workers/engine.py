@@ -66,13 +66,6 @@ class _Block:
     rows: list[_Row] = field(default_factory=list)
     answer: asyncio.Future[Frame] | None = None
 
-    def take(self, frame: Frame) -> bool:
-        """Hand over finished completions, but no second time after a restart. Whether there were new ones."""
-        found = zip(frame.fields["rows"], frame.fields["found"], strict=True)
-        new = [self.rows[row].end(one if isinstance(one, Completion) else CutShort(one)) for row, one in found]
-        self.end_if_done()
-        return any(new)
-
     def end_if_done(self) -> None:
         """Ask for the answer no more once no row is left, so that no other worker gets the block."""
         if self.answer is not None and all(row.future.done() for row in self.rows):
@@ -130,11 +123,6 @@ class WorkerEngine(Engine):
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
         called = time.perf_counter()
-        if update.version <= self.version:
-            raise StateError(
-                f"The workers have version {self.version} of the weights and were sent version {update.version}.",
-                "Versions only go up.",
-            )
         answers = await asyncio.shield(self._pool.load_policy(update))  # goes on if the caller is cancelled
         self.version = update.version
         rpc_ms = max(answer.fields["rpc_ms"] for answer in answers)
@@ -181,6 +169,10 @@ class WorkerEngine(Engine):
             del self._blocks[block]
 
     def _take(self, block: _Block, frame: Frame) -> None:
-        if block.take(frame):
+        """Hand over finished completions, but no second time after a restart."""
+        found = zip(frame.fields["rows"], frame.fields["found"], strict=True)
+        new = [block.rows[row].end(one if isinstance(one, Completion) else CutShort(one)) for row, one in found]
+        block.end_if_done()
+        if any(new):
             stats = frame.fields["stats"]
             self.stats = self.stats.plus(replace(stats, seconds=stats.seconds / len(self._pool.sampling)))
