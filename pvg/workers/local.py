@@ -41,7 +41,7 @@ ANSWER_S = 30.0  # for every other answer
 TAIL_BYTES = 4000
 # The nursery has the driver's import path, so both run the same code.
 NURSERY = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from pvg.workers.local import main; main()"
-NOT_A_CHILD = -1  # in place of a status: an earlier nursery forked it
+NOT_A_CHILD = -errno.ECHILD  # in place of a status: an earlier nursery forked it
 
 
 @dataclass(eq=False)
@@ -185,8 +185,7 @@ class LocalSupply:
 
 def nurse(control: socket.socket) -> None:
     """Fork workers on request until the driver closes `control`. The question "fork" comes with a socket; its answer is
-    the worker's process id, or minus an errno. The answer to "wait PID" is the status of the ended process, or
-    NOT_A_CHILD."""
+    the worker's process id. The answer to "wait PID" is the status of the ended process. Minus an errno: it failed."""
     gc.freeze()  # a collection in a child would copy the shared pages
     try:
         while True:
@@ -196,8 +195,8 @@ def nurse(control: socket.socket) -> None:
             word, *argument = question.decode().split()
             try:
                 value = _fork(control, files[0]) if word == "fork" else os.waitpid(int(argument[0]), 0)[1]
-            except ChildProcessError:
-                value = NOT_A_CHILD
+            except OSError as error:
+                value = -(error.errno or errno.EAGAIN)
             control.sendall(f"{value}\n".encode())
     finally:
         os.killpg(0, signal.SIGKILL)
@@ -207,11 +206,7 @@ def _fork(control: socket.socket, file: int) -> int:
     from pvg.workers.process import work
 
     with socket.socket(fileno=file) as connection:
-        try:
-            pid = os.fork()
-        except OSError as error:
-            return -(error.errno or errno.EAGAIN)
-        if not pid:
+        if not (pid := os.fork()):
             control.close()
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel kills this process when the nursery ends
             work(connection)
