@@ -133,7 +133,9 @@ def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[
     outlives the call."""
     attempts, losses, why, commit, stopping = 0, 0, "", _commit(run), False
     command = [sys.executable, "-P", "-m", "pvg", *arguments]
-    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // count))}
+    size, threads = str(count), str(max(1, usable_cores() // count))
+    variables = {"OMP_NUM_THREADS": threads, **os.environ, "TORCHELASTIC_RUN_ID": "pvg", "GROUP_WORLD_SIZE": "1"}
+    variables |= {"MASTER_ADDR": "", "MASTER_PORT": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     processes: list[subprocess.Popen[bytes]] = []  # the driver first
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -149,13 +151,10 @@ def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[
         while True:
             attempts += 1
             own = {"store": f"{folder}/store-{attempts}", "run": str(run.absolute()), "lost": why}
-            variables = {"TORCHELASTIC_RUN_ID": "pvg", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "0"}
-            variables |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
             variables[OWN] = json.dumps({**own, "launcher": os.getpid()})
             try:
                 for rank in range(count):
-                    place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    environment = {**threads, **os.environ, **variables, **place}
+                    environment = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                     # In a new session, because Ctrl-C is for the launcher, which forwards it to the driver.
                     processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
                     if stopping:  # perhaps before there was a driver to send it to
