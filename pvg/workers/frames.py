@@ -31,6 +31,7 @@ MODULES = {
     "pvg.rollout.engine": ("Sampling", "GenerationRequest", "PartialCompletion", "Completion", "EngineStats"),
     "pvg.telemetry.metrics": ("Metrics",),
     "pvg.training.batch": ("PolicyBatch",),
+    "pvg.training.trainer": ("OptimizerSettings",),
     "pvg.verifier.data": ("VerifierBatch",),
 }
 RECORDS = {name: module for module, names in MODULES.items() for name in names}

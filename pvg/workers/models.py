@@ -141,8 +141,7 @@ class ModelInWorkers(ModelCopies, GradientWorkers[BatchT], Generic[BatchT]):
         parameters: Mapping[str, Tensor],
         cut: Callable[[BatchT, int], list[BatchT]],
     ) -> None:
-        tensors = lambda: {name: tensor.detach() for name, tensor in parameters.items()}  # noqa: E731
-        super().__init__(pool, pool.training, fields, tensors)
+        super().__init__(pool, pool.training, fields, lambda: parameters)
         self._cut, self._loop = cut, asyncio.get_running_loop()
 
     def shards(self, batch: BatchT) -> list[BatchT]:

@@ -33,7 +33,7 @@ from pvg.errors import MissingRequirementError, PvgError
 from pvg.models import open_model
 from pvg.models.compute import allow_tf32
 from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel
-from pvg.models.language_model import LanguageModel, LowRankAdapter
+from pvg.models.language_model import UNLIMITED, LanguageModel, LowRankAdapter
 from pvg.models.sources import open_learner, open_verifier
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats, GenerationRequest, PartialCompletion
@@ -47,10 +47,7 @@ from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoreCache, ScoreInput, ScoringModel, TorchBackend, digest_of
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.models import tensors_of
-from pvg.workers.shared import tensors_at
-
-# A worker's engine queues a whole block; the driver bounds what it sends.
-UNBOUNDED = 10**9
+from pvg.workers.shared import copy_tensors, tensors_at
 
 
 class TrainedModel:
@@ -99,7 +96,6 @@ class Worker:
             await self._engine.close()
             for model in [*self._models.values(), self.base]:
                 await run_in(self._executor, model.close)
-            self._models.clear()
 
     async def _answer(self, work: Callable[[Frame], Any], frame: Frame) -> None:
         """Methods that compute run in the thread."""
@@ -124,12 +120,11 @@ class Worker:
             torch.cuda.set_device(self._device)
             allow_tf32(self._device, self.experiment.models.compute_dtype)
         self.base = open_model(self.experiment.models.prover, self._device, self.experiment.models.dtype)
-        rollout = self.experiment.rollout.model_copy(update={"concurrency": UNBOUNDED})
+        rollout = self.experiment.rollout.model_copy(update={"concurrency": UNLIMITED})  # the driver bounds it
         self.seed, self.adapters = self.experiment.seed, self.experiment.training.adapters
         replayed = self.experiment.training.router_replay
-        self._engine = open_engine(
-            EngineSetup(rollout, self.base, self._executor, self, replayed, dtype=self.experiment.sampling_dtype)
-        )
+        setup = EngineSetup(rollout, self.base, self._executor, self, replayed, dtype=self.experiment.sampling_dtype)
+        self._engine = open_engine(setup)
         self._opened = True
 
     def event(self, tag: str, **fields: object) -> None:
@@ -167,9 +162,7 @@ class Worker:
     def _load(self, frame: Frame) -> None:
         tensors, model = tensors_at(frame.fields["place"]), self._models[frame.fields["slot"]]
         own = trainable_parameters(model.module) if isinstance(model, TrainedModel) else tensors_of(model)
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(tensors[name])
+        copy_tensors(tensors, own)
 
     def _close(self, frame: Frame) -> None:
         self._models.pop(frame.fields["slot"]).close()
@@ -234,14 +227,16 @@ class Worker:
 
     def _logprobs(self, frame: Frame) -> dict[str, Any]:
         """Log-probs of a batch's completions, under the base prover or the policy in training."""
-        trained = self._trained(frame)
+        trained = self._models[frame.fields["slot"]]
+        assert isinstance(trained, TrainedModel)
         assert isinstance(trained.objective, PolicyObjective)
         module = self.base.module if frame.fields["of"] == "base" else trained.module
         return {"logprobs": trained.objective.recompute(module, frame.fields["batch"])}
 
     def _gradient(self, frame: Frame) -> dict[str, Any]:
         """The summed gradient of micro-batches, their losses and their metrics."""
-        trained = self._trained(frame)
+        trained = self._models[frame.fields["slot"]]
+        assert isinstance(trained, TrainedModel)
         if isinstance(trained.objective, AdaptsCoefficients):
             trained.objective.load_state(frame.fields["state"])
         parameters = trainable_parameters(trained.module)
@@ -253,11 +248,6 @@ class Worker:
         finally:
             trained.module.zero_grad(set_to_none=True)
         return {"gradient": gradient.cpu().numpy(), "losses": losses, "metrics": metrics}
-
-    def _trained(self, frame: Frame) -> TrainedModel:
-        model = self._models[frame.fields["slot"]]
-        assert isinstance(model, TrainedModel)
-        return model
 
 
 def own_device(kind: str, number: int) -> torch.device:

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -260,7 +259,7 @@ class _Part:
                 check_packing(module, fused_layers=False)
         self._root = sharded(module, objective, device, self._precision)
         self._parameters = trainable_parameters(module)
-        self._optimizer = build_optimizer(self._parameters, OptimizerSettings(**fields["optimizer"]))
+        self._optimizer = build_optimizer(self._parameters, fields["optimizer"])
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(_divided(whole.get(f"model.{name}"), parameter))
@@ -397,7 +396,7 @@ def rank_fields(
     training: Training, rollout: Rollouts, models: Models, optimizer: OptimizerSettings, device: torch.device
 ) -> dict[str, Any]:
     """How a rank opens the prover, its loss and its optimizer."""
-    own = {"models": models.model_dump_json(), "optimizer": asdict(optimizer), "device": device.type}
+    own = {"models": models.model_dump_json(), "optimizer": optimizer, "device": device.type}
     return {**policy_fields(training, rollout), **own}
 
 

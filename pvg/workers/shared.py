@@ -33,7 +33,7 @@ class SharedBuffers:
         else:
             self._both.reverse()
         _, place, views = self._both[-1]
-        await asyncio.get_running_loop().run_in_executor(None, _copy, tensors, views)
+        await asyncio.get_running_loop().run_in_executor(None, copy_tensors, tensors, views)
         return place
 
     def close(self) -> None:
@@ -63,11 +63,12 @@ def packed_tensors(tensors: Mapping[str, Tensor]) -> tuple[Layout, NDArray[np.ui
     reads. They may lie on a GPU, and may have any dtype of torch."""
     layout, size = _layout_of(tensors)
     data = np.zeros(size, np.uint8)
-    _copy(tensors, tensors_at({"memory": data, "layout": layout}))
+    copy_tensors(tensors, tensors_at({"memory": data, "layout": layout}))
     return layout, data
 
 
-def _copy(tensors: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> None:
+def copy_tensors(tensors: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> None:
+    """Copy into each of `views` the tensor with its name."""
     with torch.no_grad():
         for name, view in views.items():
             view.copy_(tensors[name])
