@@ -154,14 +154,12 @@ class RayClient:
         call = self.call(lambda: _reserved_gpu(self.ray))
         reserved = finished(in_daemon(lambda: asyncio.run(call), "pvg-gpu"))
         visible = os.environ.get(VISIBLE)
-        if visible is None:
-            return int(reserved)
-        if reserved not in visible.split(","):
+        if visible is not None and reserved not in visible.split(","):
             raise MissingRequirementError(
                 f"Ray has reserved GPU {reserved} for this process, which {VISIBLE} = {visible!r} hides.",
                 f"Set {VISIBLE} as it was when Ray was started on this machine",
             )
-        return visible.split(",").index(reserved)
+        return int(reserved) if visible is None else visible.split(",").index(reserved)
 
     def kill(self, actor: Any) -> None:
         if not self._ended:

@@ -80,8 +80,8 @@ class RayServers(RayClient):
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         await self.connection()
         self._order = await asyncio.to_thread(self._prepare)
-        what = "starts a vLLM server" if self._count == 1 else f"starts {self._count} vLLM servers"
-        self.events.event("workers", event="servers", why=f"pvg {what} on the Ray cluster, which may take minutes")
+        why = f"pvg starts {counted(self._count, 'vLLM server')} on the Ray cluster, which may take minutes"
+        self.events.event("workers", event="servers", why=why)
         self._supervising = asyncio.create_task(self._supervise())
         await self._first
 
@@ -142,7 +142,10 @@ class RayServers(RayClient):
             for line in lines:
                 self.events.event("workers", event="server printed", **place.names, text=shortened(line, LONGEST_LINE))
             self.events.event("workers", event="server lost", **place.names, why=why)
-            await self._drop(place)
+            if place.server is not None:
+                await self._served.remove(place.server.url, drain_s=0.0)
+            if place.actor is not None:
+                place.actor.end()
             full = isinstance(error, ClusterFullError)  # a cluster that has had room may have some later
             again = isinstance(error, ServerUnavailableError) or (full and self._first.done())
             hopeless = bool(failed and lines) and not self._first.done()  # the others would fail as well
@@ -184,6 +187,7 @@ class RayServers(RayClient):
                     raise ServerUnavailableError(f"The server has not answered for {AWAY_S:g} s")
         finally:
             coming.cancel()
+            self._set_starting(place, False)
 
     def _take(self, place: _Place, news: dict[str, Any]) -> None:
         if news.pop("news") == "ready":
@@ -204,13 +208,6 @@ class RayServers(RayClient):
         now, away = asyncio.get_running_loop().time(), place.server is not None and place.server.state == "away"
         place.away_since = (place.away_since or now) if away else None
         return place.away_since is not None and now - place.away_since > AWAY_S
-
-    async def _drop(self, place: _Place) -> None:
-        self._set_starting(place, False)
-        if place.server is not None:
-            await self._served.remove(place.server.url, drain_s=0.0)
-        if place.actor is not None:
-            place.actor.end()
 
 
 # --- on a node --------------------------------------------------------------------------------------------------------

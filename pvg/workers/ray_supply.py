@@ -100,10 +100,9 @@ class RaySupply(RayClient):
     async def _placed(self, successor: bool) -> RayMember:
         remedy = "Use fewer workers (-s cluster.workers=N; in a resumed run, cluster.max_workers)"
         async with self.room("a worker", self._needs, remedy):
-            if not successor or self._needs["num_gpus"]:
-                return await self._started(self._needs)
+            shares = successor and not self._needs["num_gpus"]
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GRACE_S):
+                async with asyncio.timeout(GRACE_S if shares else None):
                     return await self._started(self._needs)
             member = await self._started({"num_cpus": 0})
             if member.found:  # otherwise it has ended
