@@ -77,7 +77,8 @@ def simulated_nodes(
         nodes = SimulatedNodes(Cluster(), token.name)
         try:
             head = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False, "num_gpus": gpus}
-            nodes.add(cpus[0], **head, _system_config=dict(settings or {}))
+            # Otherwise Ray's workers have a low priority, and start only after minutes on a busy machine.
+            nodes.add(cpus[0], **head, _system_config={"worker_niceness": 0, **(settings or {})})
             for number in cpus[1:]:
                 nodes.add(number)
             yield nodes
