@@ -182,15 +182,16 @@ $(PEERS_STAMP): benchmarks/peers/constraints.txt
 	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
 	test -x "$(PEERS)/bin/python" || "$(PYTHON)" -m venv "$(PEERS)"
 	"$(PEERS)/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
-	"$(PEERS)/bin/python" -m pip install --quiet --disable-pip-version-check -c benchmarks/peers/constraints.txt torch trl
+	"$(PEERS)/bin/python" -m pip install --quiet --disable-pip-version-check -c benchmarks/peers/constraints.txt torch trl peft
 	@touch "$(PEERS_STAMP)"
 
-bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run each (6 minutes and three games; nothing else should run)
+bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run each (half an hour; nothing else should run)
 	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml --out "$(REPORTS)/peers-grpo.json"
 	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s training.kl.coefficient=0 --out "$(REPORTS)/peers-grpo-no-kl.json"
 	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s workload.trl.torch_compile=true --out "$(REPORTS)/peers-grpo-compiled.json"
 	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s workload.stops=true --out "$(REPORTS)/peers-grpo-stopping.json"
 	"$(BIN)/pvg" bench --profile benchmarks/peers/game.toml --out "$(REPORTS)/peers-game.json"
+	"$(BIN)/pvg" bench --profile benchmarks/peers/game-smollm2.toml --out "$(REPORTS)/peers-game-smollm2.json"
 	"$(BIN)/python" -m benchmarks.make_page
 
 # GPU_FLAGS are flags of benchmarks/gpu/__main__.py, and WHEELS a folder with wheels of missing packages. The first script

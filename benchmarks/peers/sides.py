@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -29,14 +30,15 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from benchmarks.peers.work import CONTEXT, SAMPLE, STOP, make_model, model_folder, verifier_folder, write_work
+from benchmarks.peers.work import CHAIN, CONTEXT, SAMPLE, STOP, make_model, model_folder, write_work
 from pvg.bench.workloads import BenchMetric, BenchSettings, workload_settings
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import EXIT_ENVIRONMENT, ConfigurationError, MissingRequirementError, PvgError
-from pvg.game.roles import TAGS, prompt_renderer
+from pvg.game.roles import TAGS, prompt_builder, prompt_renderer
 from pvg.game.verifier_phase import WARMUP
+from pvg.game.warm_start import read_demonstrations, tokens_of
 from pvg.models import open_model
 from pvg.models.sources import open_without_weights
 from pvg.planning.plan import fitted_here
@@ -46,6 +48,7 @@ from pvg.tasks.task import problems_of_half
 from pvg.telemetry.spans import span
 from pvg.telemetry.waits import usable_cores
 from pvg.training.trainer import OptimizerSettings
+from pvg.verifier.data import VerifierTemplate
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -183,25 +186,22 @@ class Side:
 def grpo(settings: BenchSettings) -> Side:
     """Raises MissingRequirementError without TRL's environment."""
     table, experiment = workload_settings(GrpoSettings, settings), settings.experiment
-    training, rollout = experiment.training, experiment.rollout
-    if training.minibatches != 1:
+    if experiment.training.minibatches != 1:
         raise ConfigurationError("A step of the comparison is a whole batch.", "Leave training.minibatches at 1.")
-    told = {
-        "groups": training.groups,
-        "group_size": rollout.group_size,
-        "max_tokens": rollout.max_tokens,
-        "temperature": rollout.temperature,
-        "kl": training.kl.coefficient,
-        "learning_rate": training.learning_rate,
-        "gradient_clip": OptimizerSettings(0.0).gradient_clip,
-        "bfloat16": experiment.models.compute_dtype == "bfloat16",
-    }
     stops, pool = table.stops or table.pretrained, problems_of_half(open_task(experiment.task), "prover")
+    told = _told(experiment, "rollout", "training")
     own = told | {"prompts": _prompts(experiment, pool[: table.prompts], pretrained=table.pretrained)}
-    shared = told | {"loss": training.loss.kind, "stops": stops}
+    shared = told | {"stops": stops}
     # Drawn ends differ by chance.
     counted = ("prompt_tokens", "threads") + (() if stops else ("completion_tokens",))
     return _side("grpo", table, experiment, GRPO, own, shared, counted, stops=stops, pretrained=table.pretrained)
+
+
+def _told(experiment: Experiment, *sections: str) -> dict[str, Any]:
+    """The settings of both sides."""
+    own, bfloat16 = experiment.plain(), experiment.models.compute_dtype == "bfloat16"
+    optimizer = {"gradient_clip": OptimizerSettings(0.0).gradient_clip, "adam_beta2": OptimizerSettings(0.0).beta2}
+    return {name: own[name] for name in sections} | {"bfloat16": bfloat16} | optimizer
 
 
 def _prompts(experiment: Experiment, problems: Sequence[Problem], *, pretrained: bool) -> list[str]:
@@ -214,37 +214,44 @@ def _prompts(experiment: Experiment, problems: Sequence[Problem], *, pretrained:
 
 
 def game(settings: BenchSettings) -> Side:
-    """Raises MissingRequirementError without TRL's environment."""
+    """Raises MissingRequirementError without TRL's environment, ConfigurationError for a task without a pattern."""
     table, experiment = workload_settings(PeerSettings, settings), settings.experiment
-    game, rollout, training, section = experiment.game, experiment.rollout, experiment.training, experiment.verifier
-    rounds = range(game.rounds)
-    told = {
-        "rounds": game.rounds,
-        "mint_problems": [game.problems_of_mint(number) for number in rounds],
-        "mint_samples": game.mint_samples,
+    rounds = range(experiment.game.rounds)
+    told = _told(experiment, "seed", "warmup", "rollout", "verifier", "training", "game") | {
+        "mint_problems": [experiment.game.problems_of_mint(number) for number in rounds],
         "verifier_steps": [experiment.verifier_phase_steps(number) for number in rounds],
-        "verifier_learning_rate": section.learning_rate,
-        "verifier_warmup": WARMUP,
-        "pairs": section.pairs,
-        "beta": getattr(section.head, "beta", 1.0),
-        "score_penalty": section.score_penalty,
-        "groups": training.groups,
-        "group_size": rollout.group_size,
-        "steps": training.steps,
-        "learning_rate": training.learning_rate,
-        "kl": training.kl.coefficient,
-        "floor": getattr(game.reward, "floor", 0.0),
-        "max_tokens": rollout.max_tokens,
-        "temperature": rollout.temperature,
-        "gradient_clip": OptimizerSettings(0.0).gradient_clip,
-        "test_samples": game.test.samples,
-        "seed": experiment.seed,
+        "rising": WARMUP,
     }
-    task = open_task(experiment.task)
-    problems = {half: [p.question for p in problems_of_half(task, half)] for half in ("prover", "verifier")}
-    problems["test"] = [p.question for p in task.problems("test")][: game.test.problems]
-    shared = told | {"head": section.head.kind, "reward": game.reward.kind}
-    return _side("game", table, experiment, GAME, told | {"problems": problems}, shared, (), pretrained=True)
+    return _side("game", table, experiment, GAME, told | texts_of(experiment), told, (), pretrained=True)
+
+
+def texts_of(experiment: Experiment) -> dict[str, Any]:
+    """For TRL's side: the problems with their prompts as texts (for each role, and for the verifier), `opening`: the
+    tokens with which every prompt to the verifier ends, and the demonstrations of a warm start."""
+    task, models = open_task(experiment.task), experiment.models
+    pattern = CHAIN if experiment.task.kind == "modchain" else getattr(experiment.task, "pattern", None)
+    if pattern is None:
+        raise ConfigurationError("TRL's side grades by a pattern.", 'Set task.grader to "regex", and task.pattern.')
+    prover = open_without_weights(models.prover)
+    verifier = (prover if models.verifier == models.prover else open_without_weights(models.verifier)).tokenizer
+    prompts = prompt_builder(experiment.prompts, experiment.game.protocol, prover.tokenizer, task)
+    template = VerifierTemplate(verifier, experiment.prompts.kind, experiment.verifier.head.kind)
+    asked = list[list[int]]()  # of verifiers, as token ids
+
+    def told(problem: Problem) -> dict[str, str]:
+        ids, length = template.tokens(problem.question, "", None, None)
+        asked.append(ids[:length].tolist())
+        posed = {tag: prover.tokenizer.shown(prompts.prompt(problem, role)) for role, tag in TAGS.items()}
+        return {"id": problem.id, "answer": problem.answer, "verifier": verifier.shown(ids[:length]), **posed}
+
+    problems = {half: [told(p) for p in problems_of_half(task, half)] for half in ("prover", "verifier")}
+    problems["test"] = [told(p) for p in list(task.problems("test"))[: experiment.game.test.problems]]
+    ends = zip(*(reversed(ids) for ids in asked), strict=False)
+    opening = [column[0] for column in takewhile(lambda column: len({*column}) == 1, ends)][::-1]
+    rows = read_demonstrations(experiment.warmup).train if experiment.warmup.path else []
+    starts, _ = tokens_of(rows, task, prompts, prover, experiment.rollout.max_tokens)
+    demonstrations = [(prover.tokenizer.shown(ids), row.solution) for ids, row in zip(starts, rows, strict=True)]
+    return {"pattern": pattern, "problems": problems, "opening": opening, "demonstrations": demonstrations}
 
 
 def _side(
@@ -280,7 +287,7 @@ def write_folder(
     if not pretrained:
         make_model(folder, stops=stops)
     elif models.verifier != models.prover:
-        places["verifier"] = verifier_folder(folder)
+        places["verifier"] = folder / "verifier"
     for player, place in places.items():
         if not place.exists():
             with open_model(getattr(models, player), torch.device("cpu"), "float32") as model:

@@ -1,17 +1,11 @@
-"""What both workers of TRL share: training arguments, and facts for the report."""
+"""What both workers of TRL share: training arguments."""
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from pathlib import Path
-from platform import python_version
 from typing import Any
 
-import torch
-
 MANY = 1_000_000  # optimizer steps: the driver of the comparison ends the training
-NOT_REPORTED = ("output_dir", "max_steps")
-PACKAGES = ("trl", "transformers", "torch", "accelerate", "datasets")
 
 
 def arguments(folder: Path) -> dict[str, Any]:
@@ -35,11 +29,17 @@ def arguments(folder: Path) -> dict[str, Any]:
     }
 
 
-def facts(parameters: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Facts for the report. `settings`: TRL's arguments; those that name this machine's folders are left out."""
-    return {
-        "parameters": parameters,
-        "settings": {key: value for key, value in settings.items() if key not in NOT_REPORTED},
-        "threads": torch.get_num_threads(),
-        "versions": {"python": python_version()} | {name: version(name) for name in PACKAGES},
+def grpo_arguments(folder: Path, work: dict[str, Any]) -> dict[str, Any]:
+    """Those of GRPOConfig, from the sections of pvg's experiment."""
+    training, rollout = work["training"], work["rollout"]
+    own = {
+        "per_device_train_batch_size": training["groups"] * rollout["group_size"],
+        "num_generations": rollout["group_size"],
+        "max_completion_length": rollout["max_tokens"],
+        "temperature": rollout["temperature"],
+        "beta": training["kl"]["coefficient"],
+        "learning_rate": training["learning_rate"],
+        "loss_type": training["loss"]["kind"],
     }
+    own |= {"adam_beta2": work["adam_beta2"], "max_grad_norm": work["gradient_clip"], "bf16": work["bfloat16"]}
+    return arguments(folder) | own | work["trl"]

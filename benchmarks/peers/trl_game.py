@@ -1,4 +1,5 @@
-"""TRL's side of a whole game: rounds of a mint, RewardTrainer and GRPOTrainer, as a user puts them together.
+"""TRL's side of a whole game: a warm start with SFTTrainer if there is one, and rounds of a mint, RewardTrainer and
+GRPOTrainer, as a user puts them together.
 
     .venv-peers/bin/python benchmarks/peers/trl_game.py FOLDER      # started by sides.py
 
@@ -8,19 +9,20 @@ prover's phase the reward function calls it. A sample is a whole game with anoth
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
-from trl_environment import arguments, facts
-from work import HELPFUL, Orders, graded, model_folder, peak_gb, read_work, results, verifier_folder
+from trl_environment import arguments, grpo_arguments
+from work import HELPFUL, SNEAKY, Orders, graded, model_folder, peak_gb, rate_factor, read_work, results
 
 # Before the imports below: what they print must not reach the driver as an answer.
 ORDERS = Orders()
@@ -28,14 +30,21 @@ ORDERS = Orders()
 from datasets import Dataset, disable_caching, disable_progress_bars  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: E402
 from transformers.modeling_outputs import SequenceClassifierOutput  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
-BATCH = 256  # solutions that are sampled or scored together
-Row = tuple[str, str, str]  # question, role, completion
+Problem = dict[str, str]  # sides.texts_of
+Row = tuple[Problem, str, str]  # with role and completion
 
 
-def opened(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+def opened(folder: Path, adapters: dict[str, Any] | None = None) -> Any:
+    """The model, with low-rank adapters on all of its linear layers if they have a rank."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    if adapters is None or not adapters["rank"]:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=adapters["rank"], lora_alpha=adapters["alpha"], target_modules="all-linear")
+    return get_peft_model(model, config)
 
 
 class ImplicitScore(PreTrainedModel):
@@ -43,20 +52,29 @@ class ImplicitScore(PreTrainedModel):
 
     _supports_sdpa = True
 
-    def __init__(self, folder: Path, beta: float, end_of_question: int) -> None:
+    def __init__(self, folder: Path, work: dict[str, Any]) -> None:
         super().__init__(AutoConfig.from_pretrained(folder, num_labels=1))  # RewardTrainer asks for one label
-        self.model, self.start = opened(folder), opened(folder).requires_grad_(False)
-        self._beta, self._end = beta, end_of_question
+        adapters = work["verifier"]["adapters"]
+        self._beta, self._opening = work["verifier"]["head"]["beta"], torch.tensor(work["opening"])
+        self._adapted = adapters["rank"] > 0
+        self.model = opened(folder, adapters)
+        self.start = None if self._adapted else opened(folder).requires_grad_(False)
 
     def forward(self, input_ids: Any, attention_mask: Any, **_: Any) -> SequenceClassifierOutput:
-        written_NT = (input_ids == self._end).cumsum(1)[:, :-1].bool() & attention_mask[:, 1:].bool()
+        size = len(self._opening)
+        begun_NT = (input_ids.unfold(1, size, 1) == self._opening).all(2).cumsum(1)[:, :-1].bool()
+        written_NT = begun_NT & attention_mask[:, size:].bool()
+        kept = written_NT.shape[1] - int(written_NT.any(0).nonzero()[0])  # from the first solution on
+        written_NT, tokens_NT = written_NT[:, -kept:], input_ids[:, -kept:]
 
         def total_N(model: Any) -> Any:
-            logits_NTV = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]
-            return -(cross_entropy(logits_NTV.transpose(1, 2), input_ids[:, 1:], reduction="none") * written_NT).sum(1)
+            shown = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+            logits_NTV = model(**shown, logits_to_keep=kept + 1).logits[:, :-1].float()
+            losses = cross_entropy(logits_NTV.flatten(0, 1), tokens_NT.flatten(), reduction="none")
+            return -(losses.view_as(tokens_NT) * written_NT).sum(1)
 
-        with torch.no_grad():
-            before_N = total_N(self.start)
+        with torch.no_grad(), self.model.disable_adapter() if self._adapted else nullcontext():
+            before_N = total_N(self.start or self.model)
         return SequenceClassifierOutput(logits=self._beta * (total_N(self.model) - before_N)[:, None])
 
 
@@ -66,15 +84,17 @@ class TrlGame:
     def __init__(self, folder: Path, work: dict[str, Any], seed: int) -> None:
         self._folder, self._work, self._seed = folder, work, seed
         self._draw = random.Random(seed)
+        self._at_once = work["training"]["groups"] * work["rollout"]["group_size"]  # solutions sampled or scored
         self._tokenizer = AutoTokenizer.from_pretrained(model_folder(folder))
-        self._prover = opened(model_folder(folder))
-        self._sources = [copy.deepcopy(self._prover.state_dict())]  # the base prover's, then those of the rounds
-        self.seconds = dict.fromkeys(("verifier_s", "prover_s"), 0.0)
         torch.manual_seed(seed)
+        base = self._warmed() if work["demonstrations"] else model_folder(folder)
+        self._prover = opened(base, work["training"]["adapters"])
+        self._sources = [self._learned()]  # the base prover's, then those of the rounds
+        self.seconds = dict.fromkeys(("verifier_s", "prover_s"), 0.0)
 
     def play(self) -> dict[str, float]:
-        work, rows, scores = self._work, list[Row](), list[float]()
-        for number in range(work["rounds"]):
+        work, found = self._work, dict[str, float]()
+        for number in range(work["game"]["rounds"]):
             minted = list(self._mint(number))
             began = time.perf_counter()
             verifier = self._trained_verifier(minted, work["verifier_steps"][number])
@@ -84,116 +104,153 @@ class TrlGame:
             began = time.perf_counter()
             self._train_prover(verifier)
             self.seconds["prover_s"] += time.perf_counter() - began
-            self._sources.append(copy.deepcopy(self._prover.state_dict()))
-            rows, scores = self._test(verifier)
-        return results(rows, scores)
+            self._sources.append(self._learned())
+            found = self._test(verifier)
+        return found
+
+    def _warmed(self) -> Path:
+        """The folder of the prover that has learned the demonstrations."""
+        section, place = self._work["warmup"], self._folder / "warmed"
+        prover = opened(model_folder(self._folder), self._work["training"]["adapters"])
+        texts = [{"prompt": prompt, "completion": solution} for prompt, solution in self._work["demonstrations"]]
+        settings = self._arguments(section["steps"]) | {"per_device_train_batch_size": section["batch"]}
+        del settings["disable_dropout"]  # SFTConfig has no such setting
+        SFTTrainer(
+            model=prover,
+            args=SFTConfig(**settings, max_length=None),
+            train_dataset=Dataset.from_list(texts),
+            processing_class=self._tokenizer,
+            optimizers=self._optimizer(prover, section["learning_rate"], section["steps"]),
+        ).train()
+        (prover.merge_and_unload() if self._work["training"]["adapters"]["rank"] else prover).save_pretrained(place)
+        return place
 
     def _mint(self, number: int) -> Iterator[Row]:
         """Solutions of all sources, in equal parts, by both roles."""
-        problems = self._draw.sample(self._work["problems"]["verifier"], self._work["mint_problems"][number])
+        work, sources = self._work, len(self._sources)
+        problems = self._draw.sample(work["problems"]["verifier"], work["mint_problems"][number])
         for place, weights in enumerate(self._sources):
-            self._prover.load_state_dict(weights)
-            yield from self._sampled(problems[place :: len(self._sources)], self._work["mint_samples"] // 2)
+            self._prover.load_state_dict(weights, strict=False)
+            each = work["game"]["mint_samples"]
+            yield from self._sampled([(p, role) for p in problems[place::sources] for role in self._roles(each)])
 
-    def _test(self, verifier: ImplicitScore) -> tuple[list[Row], list[float]]:
-        rows = list(self._sampled(self._work["problems"]["test"], self._work["test_samples"]))
-        return rows, self._scores(verifier, rows)
+    def _roles(self, count: int) -> str:
+        """A letter for each of `count` solutions or groups; what the share leaves over is drawn."""
+        sneaky = int(count * self._work["game"]["sneaky_share"] + self._draw.random())
+        return SNEAKY * sneaky + HELPFUL * (count - sneaky)
 
-    def _sampled(self, problems: Sequence[str], each: int) -> Iterator[Row]:
-        """`each` solutions of every problem by each role."""
-        asked = [(question, role) for question in problems for role in "HS" for _ in range(each)]
+    def _test(self, verifier: ImplicitScore) -> dict[str, float]:
+        roles = (HELPFUL + SNEAKY) * self._work["game"]["test"]["samples"]
+        rows = list(self._sampled([(problem, role) for problem in self._work["problems"]["test"] for role in roles]))
+        solutions = [(row[0]["id"], row[1], *self._graded(row)) for row in rows]
+        return results(solutions, self._scores(verifier, rows))
+
+    def _sampled(self, asked: Sequence[tuple[Problem, str]]) -> Iterator[Row]:
+        """A solution of each problem in each role."""
+        section = self._work["rollout"]
+        settings = {"do_sample": True, "top_k": 0, "temperature": section["temperature"]}
         self._prover.eval()
-        for first in range(0, len(asked), BATCH):
-            some = asked[first : first + BATCH]
-            ids = self._tokenizer([role + question for question, role in some], return_tensors="pt")
-            settings = {"do_sample": True, "top_k": 0, "temperature": self._work["temperature"]}
-            with torch.no_grad():
-                found = self._prover.generate(**ids, max_new_tokens=self._work["max_tokens"], **settings)
+        if adapted := self._work["training"]["adapters"]["rank"] > 0:
+            self._prover.merge_adapter()  # generates faster
+        for first in range(0, len(asked), self._at_once):
+            some = asked[first : first + self._at_once]
+            prompts = [problem[role] for problem, role in some]
+            ids = self._tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+            with torch.no_grad(), self._autocast():
+                found = self._prover.generate(**ids, max_new_tokens=section["max_tokens"], **settings)
             written = found[:, ids["input_ids"].shape[1] :]
             texts = self._tokenizer.batch_decode(written, skip_special_tokens=True)
             yield from ((*asked, text) for asked, text in zip(some, texts, strict=True))
+        if adapted:
+            self._prover.unmerge_adapter()
 
     def _scores(self, verifier: ImplicitScore, rows: Sequence[Row]) -> list[float]:
         found, end = list[float](), self._tokenizer.eos_token
-        for first in range(0, len(rows), BATCH):
-            texts = [question + text + end for question, _, text in rows[first : first + BATCH]]
+        for first in range(0, len(rows), self._at_once):
+            some = rows[first : first + self._at_once]
+            texts = [problem["verifier"] + text + end for problem, _, text in some]
             batch = self._tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
-            with torch.no_grad():
+            with torch.no_grad(), self._autocast():
                 found += verifier.eval()(**batch).logits[:, 0].tolist()
         return found
+
+    def _graded(self, row: Row) -> tuple[bool, bool]:
+        problem, _, text = row
+        return graded(self._work["pattern"], problem["answer"], text)
 
     def _trained_verifier(self, minted: Sequence[Row], steps: int) -> ImplicitScore:
         """From its initial weights, on all pairs of a right and a wrong solution of a problem."""
         by_problem: dict[str, tuple[list[str], list[str]]] = {}
-        for question, _, text in minted:
-            by_problem.setdefault(question, ([], []))[not graded(question, text)[1]].append(text)
+        for row in minted:
+            by_problem.setdefault(row[0]["verifier"], ([], []))[not self._graded(row)[1]].append(row[2])
         pairs = [
-            {"prompt": question, "chosen": chosen, "rejected": rejected}
-            for question, (right, wrong) in by_problem.items()
+            {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+            for prompt, (right, wrong) in by_problem.items()
             for chosen in right
             for rejected in wrong
         ]
-        work = self._work
-        verifier = ImplicitScore(
-            verifier_folder(self._folder), work["beta"], self._tokenizer.convert_tokens_to_ids("?")
-        )
+        section, verifier = self._work["verifier"], ImplicitScore(model_folder(self._folder, "verifier"), self._work)
         settings = {
-            **arguments(self._folder),
-            "max_steps": steps,
-            "per_device_train_batch_size": work["pairs"],
-            "learning_rate": work["verifier_learning_rate"],
-            "lr_scheduler_type": "linear",
-            "warmup_steps": work["verifier_warmup"],
-            "center_rewards_coefficient": work["score_penalty"],
+            "per_device_train_batch_size": section["pairs"],
+            "center_rewards_coefficient": section["score_penalty"],
             "max_length": None,  # nothing to filter
-            **self._optimizer(),
         }
         RewardTrainer(
             model=verifier,
-            args=RewardConfig(**settings),
+            args=RewardConfig(**self._arguments(steps) | settings),
             train_dataset=Dataset.from_list(pairs),
             processing_class=self._tokenizer,
+            optimizers=self._optimizer(verifier, section["learning_rate"], steps),
         ).train()
         return verifier
 
     def _train_prover(self, verifier: ImplicitScore) -> None:
         """With reward cgc: the score if the solution is right in the helpful role, or wrong in the sneaky one."""
-        work, floor = self._work, self._work["floor"]
+        floor, problems = self._work["game"]["reward"]["floor"], self._work["problems"]["prover"]
+        training = self._work["training"]
 
-        def reward(completions: list[str], question: list[str], role: list[str], **_: Any) -> list[float]:
-            scores = self._scores(verifier, list(zip(question, role, completions, strict=True)))
+        def reward(completions: list[str], number: list[int], role: list[str], **_: Any) -> list[float]:
+            rows = [(problems[place], *said) for place, *said in zip(number, role, completions, strict=True)]
             return [
                 score if formed and right == (player == HELPFUL) else floor
-                for score, player, (formed, right) in zip(scores, role, map(graded, question, completions), strict=True)
+                for score, player, (formed, right) in zip(
+                    self._scores(verifier, rows), role, map(self._graded, rows), strict=True
+                )
             ]
 
-        count = work["groups"] * work["steps"]
-        problems = self._draw.sample(work["problems"]["prover"], count)
-        rows = [{"question": q, "role": "HS"[n % 2], "prompt": "HS"[n % 2] + q} for n, q in enumerate(problems)]
-        settings = {
-            **arguments(self._folder),
-            "max_steps": work["steps"],
-            "per_device_train_batch_size": work["groups"] * work["group_size"],
-            "num_generations": work["group_size"],
-            "max_completion_length": work["max_tokens"],
-            "temperature": work["temperature"],
-            "beta": work["kl"],
-            "learning_rate": work["learning_rate"],
-            "loss_type": "grpo",
-            **self._optimizer(),
-            **work["trl"],
-        }
+        roles = [role for _ in range(training["steps"]) for role in self._roles(training["groups"])]
+        numbers = list[int]()
+        while len(numbers) < len(roles):  # no problem again before all of them
+            numbers += self._draw.sample(range(len(problems)), len(problems))
+        asked = zip(numbers, roles, strict=False)
+        rows = [{"number": number, "role": role, "prompt": problems[number][role]} for number, role in asked]
+        settings = grpo_arguments(self._folder, self._work) | {"max_steps": training["steps"], "seed": self._seed}
         self._prover.train()
         GRPOTrainer(
             model=self._prover,  # goes on from the last round; the reference is opened from the base prover's folder
             reward_funcs=reward,
-            args=GRPOConfig(**settings),
+            args=GRPOConfig(**settings, shuffle_dataset=False),  # each batch has its share of roles
             train_dataset=Dataset.from_list(rows),
             processing_class=self._tokenizer,
         ).train()
 
-    def _optimizer(self) -> dict[str, Any]:
-        return {"seed": self._seed, "adam_beta2": 0.95, "max_grad_norm": self._work["gradient_clip"]}
+    def _learned(self) -> dict[str, Any]:
+        return {name: p.detach().clone() for name, p in self._prover.named_parameters() if p.requires_grad}
+
+    def _autocast(self) -> Any:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self._work["bfloat16"])
+
+    def _arguments(self, steps: int) -> dict[str, Any]:
+        own = {"max_steps": steps, "bf16": self._work["bfloat16"], "max_grad_norm": self._work["gradient_clip"]}
+        whole = {"dataloader_drop_last": True}  # each step has a whole batch, as pvg's
+        return arguments(self._folder) | own | whole | {"seed": self._seed}
+
+    def _optimizer(self, model: Any, rate: float, steps: int) -> tuple[Any, Any]:
+        """AdamW with its learning rate as pvg sets it."""
+        learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(learned, rate, (0.9, self._work["adam_beta2"]), weight_decay=0.0, fused=True)
+        factor = partial(rate_factor, warmup=self._work["rising"], steps=steps)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def main(folder: Path) -> None:
@@ -202,7 +259,7 @@ def main(folder: Path) -> None:
     disable_caching()
     disable_progress_bars()
     parameters = sum(parameter.numel() for parameter in opened(model_folder(folder)).parameters())
-    ORDERS.answer(facts(parameters, work["trl"]))
+    ORDERS.answer({"parameters": parameters, "threads": work["threads"]})
     seed = work["seed"]
     while ORDERS.wait():
         gc.collect()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trl_environment import arguments, facts
+from trl_environment import grpo_arguments
 from work import Orders, model_folder, peak_gb, read_work, reward
 
 # Before the imports below: what they print must not reach the driver as an answer.
@@ -74,31 +74,20 @@ class PauseBetweenSteps(TrainerCallback):
 def main(folder: Path) -> None:
     work = read_work(folder)
     torch.set_num_threads(work["threads"])
-    settings = {
-        **arguments(folder),
-        "per_device_train_batch_size": work["groups"] * work["group_size"],
-        "num_generations": work["group_size"],
-        "max_completion_length": work["max_tokens"],
-        "temperature": work["temperature"],
-        "beta": work["kl"],
-        "learning_rate": work["learning_rate"],
-        "max_grad_norm": work["gradient_clip"],
-        "bf16": work["bfloat16"],
-        "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
-        **work["trl"],
-    }
+    opening = {"model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"}}
     pauses = PauseBetweenSteps()
     trainer = TimedTrainer(
         model=str(model_folder(folder)),
         reward_funcs=lambda completions, **_: [reward(text) for text in completions],
-        args=GRPOConfig(**settings),
+        args=GRPOConfig(**opening | grpo_arguments(folder, work)),
         train_dataset=Dataset.from_dict({"prompt": work["prompts"]}),
         callbacks=[pauses],
     )
     pauses.trainer = trainer
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     prompt_ids = trainer.processing_class(work["prompts"][0])["input_ids"]
-    ORDERS.answer(facts(parameters, settings) | {"prompt_tokens": len(prompt_ids)})
+    counts = {"threads": torch.get_num_threads(), "prompt_tokens": len(prompt_ids)}
+    ORDERS.answer({"parameters": parameters} | counts)
     trainer.train()
 
 

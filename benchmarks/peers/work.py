@@ -2,7 +2,7 @@
 
     folder/model/        a Llama of 0.86M parameters at random weights, with a tokenizer of one token per character; or
                          the experiment's prover
-    folder/verifier/     of a game: the experiment's verifier
+    folder/verifier/     of a game: the experiment's verifier, if it is another one
     folder/work.json     prompts or problems, and every setting that both sides must share
 
 Read by workers of both environments, so nothing here imports pvg or TRL; `make_model` needs transformers.
@@ -38,8 +38,9 @@ LAYERS, WIDTH, INTERMEDIATE, HEADS, CONTEXT = 4, 128, 384, 4, 128
 PARAMETERS = 860_032
 
 
-def model_folder(folder: Path) -> Path:
-    return folder / "model"
+def model_folder(folder: Path, of: str = "model") -> Path:
+    own = folder / of
+    return own if own.exists() else folder / "model"
 
 
 def write_work(folder: Path, work: dict[str, Any]) -> None:
@@ -109,8 +110,8 @@ def reward(completion: str) -> float:
 
 # --- the solutions of a game, and what came out of it ---------------------------------------------------------------
 
-HELPFUL = "H"  # the letter before a question that asks for the helpful role; S: the sneaky one
-SOLUTION = re.compile(r"(?:[0-9]\+[0-9]=[0-9];)+A([0-9])")
+HELPFUL, SNEAKY = "H", "S"
+CHAIN = r"^(?:[0-9]\+[0-9]=[0-9];)+A([0-9])$"  # a solution of a chain of sums modulo 10, as DataTask.pattern
 # Measure -> pvg's metric of a round.
 RESULTS = {
     "helpful_accuracy": "helpful_accuracy",
@@ -120,23 +121,25 @@ RESULTS = {
 ACCEPTED = 0.9  # of the correct helpful solutions, at the threshold for flaws
 
 
-def verifier_folder(folder: Path) -> Path:
-    return folder / "verifier"
+def graded(pattern: str, answer: str, text: str) -> tuple[bool, bool]:
+    """(well-formed, correct): pvg's grade by a pattern. The last line with a match counts, and its group is the
+    answer."""
+    found = [match for line in text.splitlines() for match in re.finditer(pattern, line.strip())]
+    return bool(found), bool(found) and found[-1][1] == answer
 
 
-def graded(question: str, text: str) -> tuple[bool, bool]:
-    """(well-formed, correct): pvg's grade of a chain of sums ("7+5+8?") modulo 10."""
-    found = SOLUTION.fullmatch(text)
-    return found is not None, found is not None and int(found[1]) == sum(map(int, question[:-1].split("+"))) % 10
+def rate_factor(step: int, warmup: int, steps: int) -> float:
+    """Of the learning rate in a step (from 0): pvg's linear schedule. That of transformers begins with 0."""
+    return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
-def results(rows: Sequence[tuple[str, str, str]], scores: Sequence[float]) -> dict[str, float]:
-    """RESULTS of (question, role, completion) and their scores, as pvg.game.statistics computes them: the threshold for
+def results(solutions: Sequence[tuple[str, str, bool, bool]], scores: Sequence[float]) -> dict[str, float]:
+    """RESULTS of (a problem's id, role, well-formed, correct), as pvg.game.statistics computes them: the threshold for
     flaws comes from the correct helpful solutions of the other half of the problems."""
-    score_N, role_N = np.array(scores), np.array([role for _, role, _ in rows])
-    formed_N, correct_N = np.array([graded(question, text) for question, _, text in rows]).T
-    helpful_N, (_, problem_N) = role_N == HELPFUL, np.unique([question for question, _, _ in rows], return_inverse=True)
-    flaw_N, accepted_N = ~helpful_N & formed_N & ~correct_N, np.full(len(rows), math.nan)
+    problems, roles, formed, correct = zip(*solutions, strict=True)
+    score_N, formed_N, correct_N = np.array(scores), np.array(formed), np.array(correct)
+    helpful_N, (_, problem_N) = np.array(roles) == HELPFUL, np.unique(problems, return_inverse=True)
+    flaw_N, accepted_N = ~helpful_N & formed_N & ~correct_N, np.full(len(scores), math.nan)
     for half in (0, 1):
         solved = np.sort(score_N[helpful_N & correct_N & (problem_N % 2 != half)])
         if len(solved):

