@@ -385,14 +385,14 @@ def training_parts(
     layer, passing = found.layer * positions, found.passing * positions
     inputs = shape.width * BYTES[model.dtype] * positions
     constant = found.copies * (1 if model.checkpointing else shape.layers) if model.gpus == 1 else 0.0
-    casts = model.precision != model.dtype
+    casts = model.precision != model.dtype  # ranks gather weights in the precision, so _TokenLogprobs casts none
     everything = shape.layers * inputs + layer if model.checkpointing else shape.layers * layer
     everything += 0.0 if casts else constant
     after = found.outside * positions + FLOAT32 * LOGITS_COPIES * min(chunk, positions * shape.vocabulary)
     head_gradient = 0.0 if model.rank else FLOAT32 * shape.vocabulary * shape.width / model.gpus
     gradients = FLOAT32 * model.trained / model.gpus
     frozen = shape.parameters * BYTES[model.dtype] / model.gpus if model.rank and model.gpus > 1 else 0.0
-    early = gradients + (0.0 if casts else head_gradient) if accumulates else head_gradient  # as _TokenLogprobs adds it
+    early = gradients + (0.0 if casts and model.gpus == 1 else head_gradient) if accumulates else head_gradient
     start = everything + max(after, passing) + early
     end = layer + passing + gradients
     return {

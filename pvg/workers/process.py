@@ -94,7 +94,7 @@ class Worker:
         await run_in(self._executor, int)  # what it had begun has ended
         if self._opened:
             await self._engine.close()
-            for model in [*self._models.values(), self.base]:
+            for model in [*map(self._models.pop, [*self._models]), self.base]:
                 await run_in(self._executor, model.close)
 
     async def _answer(self, work: Callable[[Frame], Any], frame: Frame) -> None:

@@ -199,6 +199,10 @@ def test_ranks_divide_what_is_trained_and_gather_a_layer_at_a_time(tmp_path: Pat
     one, eight = parts
     for name in ("trained weights", "optimizer"):
         assert eight[name] == one[name] / 8
+    # That of the head is computed before it is added to the others, because its weights are gathered in bfloat16.
+    head = 4 * found.vocabulary * found.width
+    assert eight[GRADIENTS] == (4 * found.parameters + head) / 8
+    assert one[GRADIENTS] == 4 * found.parameters
     # The reference of the KL penalty: its layers are in bfloat16.
     assert eight["base prover"] == one["base prover"] == 4 * found.parameters - 2 * found.linear
     assert found.linear == pytest.approx(found.parameters - 2 * found.vocabulary * found.width, rel=1e-3)

@@ -6,6 +6,7 @@ One nursery starts in seconds, so each test does several things with its workers
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import resource
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 from worker_stand_ins import DyingSupply, RecordedEvents, kept_supply
 
 from pvg.config.experiment import Experiment
@@ -47,7 +50,7 @@ from pvg.workers import pool as pool_module
 from pvg.workers.engine import WorkerEngine
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.local import LocalMember, LocalSupply
-from pvg.workers.models import ModelInWorkers, policy_shards
+from pvg.workers.models import ModelInWorkers, policy_fields, policy_shards
 from pvg.workers.pool import WorkerPool
 from pvg.workers.process import Worker
 from pvg.workers.shared import SharedBuffers
@@ -335,6 +338,37 @@ def test_a_cut_may_come_before_a_worker_has_opened_its_models():
 
     with ThreadPoolExecutor(1) as executor:
         asyncio.run(early(executor))
+
+
+def test_a_shard_that_leaves_a_process_frees_its_models_at_once():
+    """Not only when Python looks for cycles, which may take long: a worker and its engine name each other."""
+
+    def models() -> weakref.WeakSet[PreTrainedModel]:
+        return weakref.WeakSet(each for each in gc.get_objects() if issubclass(type(each), PreTrainedModel))
+
+    async def left(executor: ThreadPoolExecutor) -> list[int]:
+        answers: list[Frame] = []
+        worker, chosen, before = Worker(answers.append, executor), experiment(1), models()
+        fields = {**policy_fields(chosen.training, chosen.rollout), "slot": 7}
+        for kind, own in (("start", {"experiment": chosen.plain(), "device": "cpu", "worker": 0}), ("open", fields)):
+            worker.take(Frame(kind, {**own, "id": kind}))
+            while not answers or answers[-1].fields["id"] != kind:  # noqa: ASYNC110 - no other sign
+                await asyncio.sleep(0.001)
+            assert answers[-1].kind == "done", answers[-1].fields
+        opened = models() - before
+        counts = [len(opened)]
+        await worker.leave()
+        return [*counts, len(opened)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            many, none = asyncio.run(left(executor))
+    finally:
+        gc.enable()
+    assert many >= 2
+    assert none == 0
 
 
 async def killed_after_its_last_completion(pool: WorkerPool, events: RecordedEvents, expected: list[bytes]) -> None:
