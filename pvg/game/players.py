@@ -356,9 +356,9 @@ class Players:
     def template(self, verifier: ScoringModel) -> VerifierTemplate:
         return template_of(self._experiment.prompts, self.task, verifier)
 
-    def pair_source(self, stream: PairStream, verifier: VerifierModel, start_step: int, steps: int) -> PairSource:
-        """The batches of `stream` for the training of `verifier`, from step `start_step` on to `steps`. The caller
-        closes it. While workers compute a gradient, this process makes the next batch."""
+    def pair_source(self, stream: PairStream, verifier: VerifierModel, start_step: int, steps: int = 0) -> PairSource:
+        """The batches of `stream` for the training of `verifier`, from step `start_step` on. The caller closes it.
+        While workers compute a gradient, this process makes the next batch, if its number is below `steps`."""
         return PairSource(
             stream,
             self.template(verifier),
