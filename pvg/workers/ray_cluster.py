@@ -129,7 +129,7 @@ class RayClient:
             elif (error := unfit_node(actor.error)) is not None:
                 raise error
         except BaseException:
-            starting.add_done_callback(end)  # also one that starts only now, when nobody waits for it
+            starting.add_done_callback(end)  # it may start after its caller has left
             raise
         return actor
 

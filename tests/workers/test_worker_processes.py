@@ -333,11 +333,18 @@ def test_a_worker_has_no_second_set_of_the_layers_with_adapters():
 def test_a_cut_may_come_before_a_worker_has_opened_its_models():
     """The driver cuts requests that it has sent, also while a new worker takes over."""
 
-    async def early(executor: ThreadPoolExecutor) -> None:
-        Worker(print, executor).take(Frame("cut", {"ids": ["x"]}))
+    async def early(executor: ThreadPoolExecutor) -> list[str]:
+        answers: list[Frame] = []
+        worker = Worker(answers.append, executor)
+        worker.take(Frame("cut", {"ids": ["x"]}))
+        worker.take(Frame("start", {"experiment": experiment(1).plain(), "device": "cpu", "worker": 0, "id": "start"}))
+        while not answers:  # noqa: ASYNC110 - no other sign
+            await asyncio.sleep(0.001)
+        await worker.leave()
+        return [answer.kind for answer in answers]
 
     with ThreadPoolExecutor(1) as executor:
-        asyncio.run(early(executor))
+        assert asyncio.run(early(executor)) == ["done"]
 
 
 def test_a_shard_that_leaves_a_process_frees_its_models_at_once():
