@@ -4,7 +4,7 @@ pvg bench --profile rollout --out docs/benchmarks/rollout.json    # makes a repo
 python -m benchmarks.make_page                                    # writes the page
 python -m benchmarks.make_page --check                            # exit 1 if the page differs from its reports
 
-The page has the profiles of ORDER; reports of other profiles are left out.
+The page has the profiles of ORDER. It leaves out reports of other profiles, and sweeps of a setting that went.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ LEAST_PART = 0.01
 OF_PEERS = ("verifier_s", "prover_s", "peak_gb", "helpful_accuracy", "flaws_accepted", "verifier_auc")
 OTHERS = 4  # measures of a sweep's table beside the headline
 
-SHOWN_OF_UPDATES = ("loaded_wall_p95_ms", "loaded_rpc_p95_ms", "tokens_per_s_before", "tokens_per_s_during")
-
 Reports = Mapping[str, BenchReport]  # by file name
 
 
@@ -56,7 +54,7 @@ def reports_text(reports: Reports) -> str:
     for report in reports.values():
         if report.status != "ok":
             raise UsageError(f"The report of {report.command!r} failed: {report.reason}", "Repeat it, or remove it.")
-    shown = {name: report for name, report in reports.items() if report.name in ORDER}
+    shown = {name: report for name, report in reports.items() if report.name in ORDER and not sweeps_the_past(report)}
     machines = list(dict.fromkeys(machine_of(report) for report in shown.values()))
     lines = [f"- Machine {number}: {machine}" for number, machine in enumerate(machines, 1)]
     for profile in ORDER:
@@ -141,6 +139,12 @@ def removed(command: str, *settings: str) -> str:
     return ""
 
 
+def sweeps_the_past(report: BenchReport) -> bool:
+    """Whether it is a sweep of a setting that today's pvg does not take."""
+    command, first = command_of(report), report.variants[0].label
+    return report.kind == "sweep" and report.name != PEERS and bool(removed(command, first))
+
+
 def made_on(report: BenchReport) -> str:
     """Date and commit."""
     dirty = ", **with uncommitted changes**" if report.environment.git_dirty else ""
@@ -199,8 +203,7 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
 def sweep_lines(report: BenchReport) -> Iterator[str]:
     headline = headline_of(report)
     measured = report.variants[0].samples
-    shown = [name for name in SHOWN_OF_UPDATES if name in measured] or measured
-    others = [name for name in shown if name not in (headline, WALL)][:OTHERS]
+    others = [name for name in measured if name not in (headline, WALL)][:OTHERS]
     rows = [
         (
             gain.variant.label.partition("=")[2] or gain.variant.label,
@@ -211,9 +214,7 @@ def sweep_lines(report: BenchReport) -> Iterator[str]:
         for gain in gains(report)
         for found in [gain.variant.samples]
     ]
-    swept, _, value = report.variants[0].label.partition("=")
-    swept = f"{swept}{removed(command_of(report), f'{swept}={value}')}" if swept else "variant"
-    header = (swept, heading_of(report, headline), "against the first", *others)
+    header = (report.variants[0].label.partition("=")[0], heading_of(report, headline), "against the first", *others)
     yield from markdown_lines(header, "l" + "r" * (len(header) - 1), rows)
 
 

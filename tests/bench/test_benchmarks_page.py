@@ -56,6 +56,8 @@ def write_three(folder: Path) -> None:
         )
     )
     saved(swept, folder / "s.json")
+    went = made_report(variant({"tokens_per_s": higher(slow)}, "serving.share_prefix=false"), kind="sweep")
+    saved(went, folder / "w.json")
 
 
 def test_measures_ladder_and_sweep(tmp_path: Path) -> None:
@@ -70,6 +72,7 @@ def test_measures_ladder_and_sweep(tmp_path: Path) -> None:
     assert "| `rollout.engine.max_rows=256`: decoded together | 100 | **2.00x** (2.000–2.000) | 2.00x" in page
     assert "`pvg bench --profile rollout` ([report](benchmarks/z.json)): 1 + 3 samples, 2026-11-21, 01234567" in page
     assert "- Machine 1: A CPU, 2 cores, 8 GB of memory; Python 3.11.7, torch 2.13.0" in page
+    assert "share_prefix" not in page
     assert re.search(r"^\| 256 \| 100 \| 2\.00x \(1\.9.*\|$", page, re.MULTILINE)
 
 
