@@ -202,8 +202,7 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
 
 def sweep_lines(report: BenchReport) -> Iterator[str]:
     headline = headline_of(report)
-    measured = report.variants[0].samples
-    others = [name for name in measured if name not in (headline, WALL)][:OTHERS]
+    others = [name for name in report.variants[0].samples if name not in (headline, WALL)][:OTHERS]
     rows = [
         (
             gain.variant.label.partition("=")[2] or gain.variant.label,
