@@ -60,11 +60,13 @@ class _Row:
 
 @dataclass(eq=False)
 class _Block:
-    """Rows that one worker samples together. `answer`: the worker's confirmation, if it was asked for them."""
+    """Rows that one worker samples together. `answer`: the worker's confirmation, if it was asked for them. `cut`: ids
+    of rows that its successor need not sample either."""
 
     shard: int
     rows: list[_Row] = field(default_factory=list)
     answer: asyncio.Future[Frame] | None = None
+    cut: list[str] = field(default_factory=list)
 
     def end_if_done(self) -> None:
         """Ask for the answer no more once no row is left, so that no other worker gets the block."""
@@ -105,7 +107,7 @@ class WorkerEngine(Engine):
             return await row.future
         except asyncio.CancelledError:
             if row.block is not None and row.block.answer is not None:
-                self._pool.tell(row.block.shard, Frame("cut", {"ids": [request.id]}))
+                self._tell_cut(row.block, [request.id])
                 row.block.end_if_done()
             raise
         finally:
@@ -116,10 +118,14 @@ class WorkerEngine(Engine):
         for block in [self._waiting, *self._blocks]:
             rows = [row for row in block.rows if row.request.id in wanted and not row.future.done()]
             if rows and block.answer is not None:
-                self._pool.tell(block.shard, Frame("cut", {"ids": [row.request.id for row in rows]}))
+                self._tell_cut(block, [row.request.id for row in rows])
             elif block.answer is None:
                 for row in rows:
                     row.end(CutShort(row.request.resumed_from))
+
+    def _tell_cut(self, block: _Block, ids: list[str]) -> None:
+        block.cut += ids  # in the request for the block, which a successor of the worker gets
+        self._pool.tell(block.shard, Frame("cut", {"ids": ids}))
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
         called = time.perf_counter()
@@ -160,7 +166,7 @@ class WorkerEngine(Engine):
         requests = [each if each.on_tokens is None else replace(each, on_tokens=None) for each in asked]
         try:
             if requests:
-                frame = Frame("generate", {"requests": requests})
+                frame = Frame("generate", {"requests": requests, "cut": block.cut})
                 block.answer = self._pool.submit(block.shard, frame, partial(self._take, block))
                 await block.answer
         except Exception as error:  # noqa: BLE001 - the callers raise it

@@ -70,6 +70,7 @@ class Worker:
         self._executor = executor
         self._tasks: set[asyncio.Task[None]] = set()
         self._models: dict[int, TrainedModel | ScoringModel] = {}
+        self._cut: dict[int, set[str]] = {}  # by block: an engine ignores a cut of what has not reached it yet
         self._reported = EngineStats()
         self.base: LanguageModel
         self.experiment: Experiment
@@ -79,9 +80,13 @@ class Worker:
     def take(self, frame: Frame) -> None:
         """Answer each frame in a separate task, by the method of its kind. The executor keeps the order of work."""
         if frame.kind == "cut":
+            for cut in self._cut.values():
+                cut.update(frame.fields["ids"])
             if self._opened:
                 self._engine.cut(frame.fields["ids"])
             return
+        if frame.kind == "generate":
+            self._cut[frame.fields["id"]] = set(frame.fields["cut"])
         task = asyncio.create_task(self._answer(getattr(self, f"_{frame.kind}"), frame))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -192,6 +197,8 @@ class Worker:
 
         async def sample(row: int, request: GenerationRequest) -> None:
             try:
+                if request.id in self._cut[frame.fields["id"]]:
+                    raise CutShort(request.resumed_from)
                 found[row] = await self._engine.generate(request)
             except CutShort as cut:
                 found[row] = cut.partial
@@ -205,6 +212,7 @@ class Worker:
             fields = {"rows": [*found], "found": [*found.values()], "stats": self._reported.since(before)}
             self._send(Frame("completed", {**fields, "id": frame.fields["id"]}))
             found.clear()
+        del self._cut[frame.fields["id"]]
         for task in tasks:
             task.result()  # raises what the engine has raised
 

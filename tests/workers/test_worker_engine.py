@@ -33,6 +33,28 @@ def request(group: int) -> GenerationRequest:
     return GenerationRequest(f"r{group}", np.array([3, 4], np.int32), Sampling(4, (1,)), group, group=group)
 
 
+class ForgetfulSupply(AnsweringSupply):
+    """Its first worker ends when it is told of a second cut. `cut`: what the blocks that they get say of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut: list[list[str]] = []
+        self.told: list[str] = []
+        self.again = asyncio.Event()
+
+    async def _work(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (self.started > 1 or len(self.told) < 2) and (frame := await receive(reader)) is not None:
+            if frame.kind == "cut":
+                self.told += frame.fields["ids"]
+            elif frame.kind == "generate":
+                self.cut.append(frame.fields["cut"])
+                if len(self.cut) == 2:
+                    self.again.set()
+            elif "id" in frame.fields:
+                send(writer, Frame("done", {"id": frame.fields["id"]}))
+        writer.close()
+
+
 class Submissions:
     """Counts the requests that a pool sends in each turn of the event loop."""
 
@@ -110,3 +132,29 @@ def test_requests_that_are_not_sent_yet_can_be_cut_cancelled_and_closed():
             await pool.close()
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_the_successor_of_a_worker_knows_what_was_cut():
+    """Otherwise it would sample these rows to their ends, and the caller would wait for them."""
+
+    async def run() -> list[list[str]]:
+        supply = ForgetfulSupply()
+        pool = WorkerPool(experiment(1), supply)
+        await pool.start()
+        engine = WorkerEngine(pool)
+        try:
+            sent = Submissions(pool)
+            calls = [asyncio.create_task(engine.generate(request(group))) for group in range(3)]
+            await sent.first.wait()
+            await asyncio.sleep(0)
+            engine.cut(["r1"])
+            calls[2].cancel()
+            await supply.again.wait()
+        finally:
+            sent.stop()
+            await engine.close()
+            await pool.close()
+            await asyncio.gather(*calls, return_exceptions=True)
+        return supply.cut
+
+    assert asyncio.run(asyncio.wait_for(run(), 30)) == [[], ["r1", "r2"]]

@@ -229,11 +229,9 @@ async def killed_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
         await killed_twice_before_it_is_ready(pool, expected)
         await killed_after_its_last_completion(pool, events, expected)
         # What a user can fix keeps its type on the way; the worker goes on.
-        impossible = Frame(
-            "generate", {"requests": [GenerationRequest("x", np.array([3], np.int32), Sampling(0, (1,)), 0)]}
-        )
+        impossible = [GenerationRequest("x", np.array([3], np.int32), Sampling(0, (1,)), 0)]
         with pytest.raises(ConfigurationError, match="max_tokens is 0"):
-            await pool.submit(0, impossible)
+            await pool.submit(0, Frame("generate", {"requests": impossible, "cut": []}))
         with pytest.raises(pool_module.WorkerFailedError, match="KeyError"):
             await pool.submit(0, Frame("close", {"slot": 999}))
         assert await sampled(pool, 9) == expected
@@ -330,21 +328,32 @@ def test_a_worker_has_no_second_set_of_the_layers_with_adapters():
         shared.close()
 
 
-def test_a_cut_may_come_before_a_worker_has_opened_its_models():
+def test_a_cut_may_come_before_the_engine_has_the_requests():
     """The driver cuts requests that it has sent, also while a new worker takes over."""
+    requests = [GenerationRequest(name, np.array([3], np.int32), Sampling(8, ()), 0) for name in "xy"]
 
-    async def early(executor: ThreadPoolExecutor) -> list[str]:
+    async def early(executor: ThreadPoolExecutor) -> list[Frame]:
         answers: list[Frame] = []
         worker = Worker(answers.append, executor)
+        worker.take(Frame("start", {"experiment": experiment(1).plain(), "device": "cpu", "worker": 0, "id": 9}))
+        worker.take(Frame("generate", {"requests": requests, "cut": [], "id": 0}))
         worker.take(Frame("cut", {"ids": ["x"]}))
-        worker.take(Frame("start", {"experiment": experiment(1).plain(), "device": "cpu", "worker": 0, "id": "start"}))
-        while not answers:  # noqa: ASYNC110 - no other sign
+        worker.take(Frame("generate", {"requests": requests, "cut": [], "id": 1}))  # continues what was cut
+        worker.take(Frame("generate", {"requests": requests, "cut": ["y"], "id": 2}))  # a predecessor's
+        while sum(answer.kind == "done" for answer in answers) < 4:  # noqa: ASYNC110 - no other sign
             await asyncio.sleep(0.001)
         await worker.leave()
-        return [answer.kind for answer in answers]
+        return answers
 
     with ThreadPoolExecutor(1) as executor:
-        assert asyncio.run(early(executor)) == ["done"]
+        answers = asyncio.run(asyncio.wait_for(early(executor), 60))
+    tokens = {
+        (answer.fields["id"], row): None if found is None else len(found.token_ids)
+        for answer in answers
+        if answer.kind == "completed"
+        for row, found in zip(answer.fields["rows"], answer.fields["found"], strict=True)
+    }
+    assert tokens == {(0, 0): None, (0, 1): 8, (1, 0): 8, (1, 1): 8, (2, 0): 8, (2, 1): None}
 
 
 def test_a_shard_that_leaves_a_process_frees_its_models_at_once():
