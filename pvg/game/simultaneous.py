@@ -118,7 +118,9 @@ class PairLearning:
         return None if self._source is None else await self._source.next_batch()
 
     async def close(self) -> None:
-        """Close the workers' copies of the verifier in training."""
+        """Wait for a batch that is being made, and close the workers' copies of the verifier in training."""
+        if self._source is not None:
+            await self._source.close()
         if self._workers is not None:
             await self._workers.close()
 

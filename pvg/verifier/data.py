@@ -279,8 +279,8 @@ class PairSource:
     async def next_batch(self) -> VerifierBatch | None:
         """`section.pairs` pairs (approximately, with pairing by problem); never None. The executor reads, renders and
         computes references."""
-        work, self._begun = self._begun or submit_in(self._executor, self._batch, self._step), None
-        batch = await work
+        self._begun = self._begun or submit_in(self._executor, self._batch, self._step)
+        batch = await asyncio.shield(self._begun)  # a caller that is cancelled leaves it to `close`, or to the next one
         self._step += 1
         self._begun = submit_in(self._executor, self._batch, self._step) if self._step < self._ahead else None
         return batch

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -121,6 +122,36 @@ def test_the_next_batch_is_made_ahead_up_to_the_last_step_and_is_the_same(tmp_pa
             np.testing.assert_array_equal(np.concatenate(one.sequences), np.concatenate(other.sequences))
 
     asyncio.run(compare())
+
+
+def test_a_batch_whose_caller_was_cancelled_is_awaited_or_used(tmp_path, executor):
+    """It reads the model, which may be closed or trained after `close`."""
+    model, stream, drawn = open_verifier(), open_stream(tmp_path, toy_rollouts(0, 20)), []
+    draw, begun, may_end = stream.draw, threading.Event(), threading.Event()
+
+    def slow(step, n):
+        begun.set()
+        assert may_end.wait(30)
+        drawn.append(step)
+        return draw(step, n)
+
+    async def run():
+        source = open_source(stream, model, executor)
+        call = asyncio.create_task(source.next_batch())
+        await asyncio.to_thread(begun.wait, 30)
+        call.cancel()
+        await asyncio.wait([call])
+        closing = asyncio.create_task(source.close())
+        await asyncio.sleep(0)
+        may_end.set()
+        await closing
+        assert drawn == [0]
+        await source.next_batch()
+        await source.next_batch()
+        assert drawn == [0, 1]
+
+    stream.draw = slow
+    asyncio.run(run())
 
 
 BY_PROBLEM = SECTION.model_copy(update={"pairing": "problem"})
