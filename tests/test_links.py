@@ -62,9 +62,12 @@ def test_a_broken_link_is_found() -> None:
 
 
 def test_every_guide_is_in_the_navigation() -> None:
+    """`make gpu` writes a report into docs/benchmarks, which is no guide."""
     named = set(re.findall(r"([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text()))
     paths = [path for path in (ROOT / "docs").rglob("*.md") if not path.name.endswith(".template.md")]
-    guides = {path.relative_to(ROOT / "docs").as_posix() for path in paths}
+    guides = {
+        path.relative_to(ROOT / "docs").as_posix() for path in paths if path.parents[1] != ROOT / "docs/benchmarks"
+    }
     assert guides - named == set()
 
 
