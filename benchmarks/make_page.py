@@ -80,7 +80,7 @@ def profile_lines(reports: Reports, machines: Sequence[str]) -> Iterator[str]:
         yield from ("", *markdown_lines(header, "llrrr", rows), "")
         versions = first.config.get("peer", first.work.get("peer", {})).get("versions", {}).items()
         when = dict.fromkeys(f"{made_on(report)}, machine {number_of(report, machines)}" for _, report in chosen)
-        yield f"Samples in turn, {'; '.join(when)}. Today's commands stand in `benchmarks/peers/*.toml`."
+        yield f"Samples in turn, {'; '.join(when)}. Today's commands are in `benchmarks/peers/*.toml`."
         yield f"TRL's side: {', '.join(f'{package} {version}' for package, version in versions)}."
         return
     for name, report in chosen:
