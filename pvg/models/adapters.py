@@ -23,6 +23,7 @@ from torch.nn.functional import silu
 
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.installation import install_extra
+from pvg.models.compute import added, product, projected
 from pvg.models.language_model import LanguageModel, LazyWeights, LowRankAdapter
 
 if TYPE_CHECKING:
@@ -310,8 +311,7 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(x_TI, up_TI, h_TR, stacked_RI, *sides)
         found, parts = [], h_TR.split_with_sizes([B_OR.shape[1] for B_OR in sides], 1)
         for (weight, bias), B_OR, part in zip(bases, sides, parts, strict=True):
-            weight_IO = weight.to(dtype).t()
-            y_TO = input_TI @ weight_IO if bias is None else torch.addmm(bias.to(dtype), input_TI, weight_IO)
+            y_TO = projected(input_TI, weight.to(dtype), bias if bias is None else bias.to(dtype))
             found.append(y_TO.addmm_(part, B_OR.t(), alpha=scaling))
         return tuple(found)
 
@@ -332,9 +332,9 @@ class _Products(torch.autograd.Function):
         grad_x, grad_up = None, None
         if ctx.needs_input_grad[1]:
             weights = [weight.to(stacked_RI.dtype) for weight, _ in bases]
-            grad_x = grads[0] @ weights[0]
+            grad_x = product(grads[0], weights[0])
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                grad_x.addmm_(grad, weight)
+                grad_x = added(grad_x, grad, weight.t())
             grad_x.addmm_(grad_h, stacked_RI, alpha=scaling)
         if grad_x is not None and active_TI is not None:
             grad_x, grad_up = silu_gradients(grad_x, x_TI, up_TI, active_TI)

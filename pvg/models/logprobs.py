@@ -16,10 +16,9 @@ from typing import Any, cast
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from pvg.errors import ConfigurationError
-from pvg.models.compute import explained, product_tolerance
+from pvg.models.compute import explained, product, product_tolerance, projected
 from pvg.models.packing import PackedRows, pack_rows
 from pvg.models.shared_prompts import packed_hidden, trust_packing
 from pvg.records import Int32
@@ -118,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_V += slope_CV.sum(0)
             slope_CV = slope_CV.to(dtype)
             if wants_hidden:
-                grad_hidden.append((slope_CV @ cast_VD).to(hidden_ND.dtype))
+                grad_hidden.append(product(slope_CV, cast_VD).to(hidden_ND.dtype))
             if grad_VD is not None:
                 if dtype == torch.float32:
                     grad_VD.addmm_(slope_CV.T, hidden_CD.float())
@@ -142,7 +141,7 @@ def _cast_head(weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> 
 
 
 def _head_logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, finish: LogitTransform) -> Tensor:
-    return finish(linear(hidden_CD.to(weight_VD.dtype), weight_VD, bias_V).float())
+    return finish(projected(hidden_CD.to(weight_VD.dtype), weight_VD, bias_V).float())
 
 
 # --- of a whole model ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
@@ -28,7 +28,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from pvg.errors import ConfigurationError
 from pvg.models.adapters import Adapted, adapted, silu_gradients
-from pvg.models.compute import explained, product_tolerance
+from pvg.models.compute import explained, product, product_tolerance, projected
 from pvg.models.packing import PackedRows, pack_rows, packed_attention, pad_right, product_dtype
 from pvg.records import Int32
 
@@ -108,7 +108,7 @@ def _plain(
     layers: Sequence[nn.Module], x_TI: Tensor, up_TI: Tensor | None = None, norm: Any = None
 ) -> tuple[Tensor, ...]:
     """As pvg.models.adapters.Adapted, for layers without adapters. With `norm`, the input is its output instead."""
-    if (norm is None and up_TI is None) or any(type(layer) is not nn.Linear for layer in layers):
+    if any(type(layer) is not nn.Linear for layer in layers):
         x_TI = x_TI if norm is None else norm(x_TI)
         return tuple(layer(x_TI if up_TI is None else silu(x_TI) * up_TI) for layer in layers)
     how = (product_dtype(x_TI), 0.0 if norm is None else norm.variance_epsilon)
@@ -119,7 +119,8 @@ def _plain(
 
 class _Linear(torch.autograd.Function):
     """y = h W^T + b of linear layers with one input h: silu(x) up, or the norm w n of x with n = x r and
-    r = (mean x^2 + epsilon)^(-1/2), for which dx = r (w dh - n mean(w dh n)) and dw = sum of dh n. Without layers, h.
+    r = (mean x^2 + epsilon)^(-1/2), for which dx = r (w dh - n mean(w dh n)) and dw = sum of dh n, or x itself. Without
+    layers, h.
 
     Neither h nor cast weights are kept, because the backward pass computes them again in little time, and n only in the
     precision of the products, as what enters them. It adds up what h gets from several layers as autograd does, to the
@@ -137,11 +138,10 @@ class _Linear(torch.autograd.Function):
             x_TI = (x_TI * rate_T1).to(x_TI.dtype)
             input_TI = (x_TI * norm_I).to(ctx.dtype)
         else:
-            assert up_TI is not None
-            input_TI = (silu(x_TI) * up_TI).to(ctx.dtype)
+            input_TI = (x_TI if up_TI is None else silu(x_TI) * up_TI).to(ctx.dtype)
         ctx.save_for_backward(x_TI if norm_I is None else x_TI.to(ctx.dtype), up_TI, norm_I, rate_T1, *weights)
         pairs = zip(weights[::2], weights[1::2], strict=True)
-        found = [linear(input_TI, W.to(ctx.dtype), b if b is None else b.to(ctx.dtype)) for W, b in pairs]
+        found = [projected(input_TI, W.to(ctx.dtype), b if b is None else b.to(ctx.dtype)) for W, b in pairs]
         return tuple(found) if weights else (input_TI,)
 
     @staticmethod
@@ -151,19 +151,22 @@ class _Linear(torch.autograd.Function):
         active_TI = None if up_TI is None else silu(x_TI)
         of_weights: list[Tensor | None] = [None] * len(weights)
         if any(wanted):
-            input_TI = (x_TI * norm_I if active_TI is None else active_TI * up_TI).to(ctx.dtype)
+            input_TI = x_TI if norm_I is None else x_TI * norm_I
+            input_TI = (input_TI if active_TI is None else active_TI * up_TI).to(ctx.dtype)
             for place in filter(wanted.__getitem__, range(len(weights))):
                 grad = grads[place // 2]
-                of_weights[place] = (grad.sum(0) if place % 2 else grad.t() @ input_TI).to(weights[place].dtype)
+                of_weights[place] = (grad.sum(0) if place % 2 else product(grad.t(), input_TI)).to(weights[place].dtype)
             del input_TI  # as wide as the layer: at the peak of memory each of them counts
         if not (wants_x or wants_up or wants_norm):
             return None, None, None, None, *of_weights
         grad_TI = grads[0]
         for place in reversed(range(len(weights) // 2)):
-            part = (grads[place] @ weights[2 * place].to(ctx.dtype)).to(x_TI.dtype)
+            part = product(grads[place], weights[2 * place].to(ctx.dtype)).to(x_TI.dtype)
             grad_TI = part if 2 * place + 2 == len(weights) else grad_TI.add_(part)
         if active_TI is not None:
             return None, *silu_gradients(grad_TI, x_TI, up_TI, active_TI), None, *of_weights
+        if norm_I is None:
+            return None, grad_TI, None, None, *of_weights
         product_TI = grad_TI * x_TI
         if wants_x:
             means_T1 = (product_TI @ norm_I)[:, None] / x_TI.shape[1]

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pvg.models.compute import product_tolerance
+from pvg.models.compute import added, product_tolerance, projected
 
 Zeros = Callable[[tuple[int, ...]], Tensor]
 
@@ -323,14 +323,13 @@ class LeanDecoder:
             for buffer, new_RKD in zip(kv, (k_RKD, v_RKD), strict=True):
                 cache.attention.write(buffer, new_RKD)
             x_RW = self._rest(layer, x_RW, cache.attention.attend(q_RHD, kv[0], kv[1]))
-        logits_RV: Tensor = F.linear(self._norm(x_RW, self._final_norm), self._head)
-        return logits_RV
+        return projected(self._norm(x_RW, self._final_norm), self._head)
 
     # --- one layer ---------------------------------------------------------------------------------------------------
 
     def _qkv(self, layer: _Layer, x_NW: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [N, H, D] and keys [N, K, D], and values [N, K, D]."""
-        mixed_NXD = F.linear(self._norm(x_NW, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        mixed_NXD = projected(self._norm(x_NW, layer.attention_norm), layer.qkv, layer.qkv_bias)
         mixed_NXD = mixed_NXD.view(len(x_NW), -1, self._width)
         qk_NXD, v_NKD = torch.split(mixed_NXD, [self._heads + self._kv_heads, self._kv_heads], dim=1)
         if layer.head_norms is not None:
@@ -344,10 +343,10 @@ class LeanDecoder:
 
     def _rest(self, layer: _Layer, x_NW: Tensor, attended: Tensor) -> Tensor:
         """The output projection and the gated MLP, each added to its input."""
-        x_NW = _added(x_NW, attended, layer.out, layer.out_bias)
-        gate_up = F.linear(self._norm(x_NW, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
+        x_NW = added(_biased(x_NW, layer.out_bias), attended, layer.out)
+        gate_up = projected(self._norm(x_NW, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
         gate, up = gate_up.chunk(2, dim=-1)
-        return _added(x_NW, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        return added(_biased(x_NW, layer.down_bias), F.silu(gate).mul_(up), layer.down)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if not self._sparse:
@@ -453,6 +452,5 @@ def _data(parameter: nn.Parameter | None) -> Tensor | None:
     return None if parameter is None else parameter.data
 
 
-def _added(x_NW: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x + y W' + b; the addition of x is fused into the product."""
-    return torch.addmm(x_NW if bias is None else x_NW + bias, y, weight.t())
+def _biased(x_NW: Tensor, bias: Tensor | None) -> Tensor:
+    return x_NW if bias is None else x_NW + bias

@@ -190,12 +190,17 @@ VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}  # flags of the kernel, the wid
 def processor(cpuinfo: Path = CPUINFO) -> str:
     """The name of the first processor and its widest vector instructions, which change the last bits of results:
     "AMD EPYC (AVX2)". On other systems than Linux what Python knows, at least the architecture."""
-    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
-    name, flags = (re.search(rf"^{key}\s*:(.*)$", text, re.MULTILINE) for key in ("model name", "flags"))
-    known = name[1].strip() if name else platform.processor() or platform.machine()
-    own = flags[1].split() if flags else []
-    widest = next((vectors for flag, vectors in VECTORS.items() if flag in own), "")
+    name, flags = processor_facts(cpuinfo, "model name", "flags")
+    known = name or platform.processor() or platform.machine()
+    widest = next((vectors for flag, vectors in VECTORS.items() if flag in flags.split()), "")
     return f"{known} ({widest})" if widest else known
+
+
+def processor_facts(cpuinfo: Path, *keys: str) -> list[str]:
+    """What Linux tells of the first processor; "" for what it does not tell."""
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
+    found = (re.search(rf"^{key}\s*:(.*)$", text, re.MULTILINE) for key in keys)
+    return [match[1].strip() if match else "" for match in found]
 
 
 # --- NVML -------------------------------------------------------------------------------------------------------------
