@@ -48,17 +48,18 @@ def opened(folder: Path, adapters: dict[str, Any] | None = None) -> Any:
 
 
 class ImplicitScore(PreTrainedModel):
-    """`beta` times the log-probability of a solution minus that under the initial weights."""
+    """`beta` times the log-probability of a solution minus `reference` times that under the initial weights."""
 
     _supports_sdpa = True
 
     def __init__(self, folder: Path, work: dict[str, Any]) -> None:
         super().__init__(AutoConfig.from_pretrained(folder, num_labels=1))  # RewardTrainer asks for one label
         adapters = work["verifier"]["adapters"]
-        self._beta, self._opening = work["verifier"]["head"]["beta"], torch.tensor(work["opening"])
-        self._adapted = adapters["rank"] > 0
+        head, self._opening = work["verifier"]["head"], torch.tensor(work["opening"])
+        self._beta, self._reference, self._adapted = head["beta"], head["reference"], adapters["rank"] > 0
         self.model = opened(folder, adapters)
-        self.start = None if self._adapted else opened(folder).requires_grad_(False)
+        own = self._reference > 0 and not self._adapted
+        self.start = opened(folder).requires_grad_(False) if own else None
 
     def forward(self, input_ids: Any, attention_mask: Any, **_: Any) -> SequenceClassifierOutput:
         size = len(self._opening)
@@ -73,9 +74,11 @@ class ImplicitScore(PreTrainedModel):
             losses = cross_entropy(logits_NTV.flatten(0, 1), tokens_NT.flatten(), reduction="none")
             return -(losses.view_as(tokens_NT) * written_NT).sum(1)
 
-        with torch.no_grad(), self.model.disable_adapter() if self._adapted else nullcontext():
-            before_N = total_N(self.start or self.model)
-        return SequenceClassifierOutput(logits=self._beta * (total_N(self.model) - before_N)[:, None])
+        score_N = total_N(self.model)
+        if self._reference:
+            with torch.no_grad(), self.model.disable_adapter() if self._adapted else nullcontext():
+                score_N = score_N - self._reference * total_N(self.start or self.model)
+        return SequenceClassifierOutput(logits=self._beta * score_N[:, None])
 
 
 class TrlGame:

@@ -202,10 +202,10 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-# Products in float32 on a processor by AMD with AVX-512. There torch's library for float32 (MKL) uses half of the vector
-# units. oneDNN, which torch has for 16 bits, uses all of them, and takes half the time. In its results a row depends
-# neither on its place nor on the number of rows, from two rows on. These products need no graph: they are for passes
-# without a gradient, and the inside of autograd functions.
+# Products in float32 on a processor by AMD with AVX-512. There torch's library for float32 (MKL) uses half of the
+# vector units. oneDNN, which torch has for 16 bits, uses all of them, and takes half the time. In its results a row
+# depends neither on its place nor on the number of rows, from two rows on. These products need no graph: they are for
+# passes without a gradient, and the inside of autograd functions.
 
 # Multiplications of a product. In smaller ones oneDNN would lose more than it saves: it compiles one for each number of
 # rows, in 0.2 to 0.5 ms.
