@@ -60,7 +60,7 @@ GRPO = {
     "step_s": BenchMetric("s", "lower", "one whole step: rollouts, rewards, log-probs, update"),
     "rollout_s": BenchMetric("s", "lower", "of it, up to a batch with rewards, advantages and reference log-probs"),
     "train_s": BenchMetric("s", "lower", "of it, the rest: loss, gradient, update"),
-    "peak_gb": BenchMetric("GB", "lower", "most memory so far, summed over the side's processes"),
+    "peak_gb": BenchMetric("GB", "lower", "most memory so far, summed over the side's processes, without cached files"),
 }
 GAME = {
     "game_s": BenchMetric("s", "lower", "a whole game: mints, both phases of every round, tests"),

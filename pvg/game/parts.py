@@ -123,14 +123,11 @@ class BatchLogprobs(Helper):
             self.reference.close()
 
     def _open_reference(self) -> LanguageModel:
-        """A copy of the base prover, with linear layers in the precision of passes, which would round them alike."""
-        import torch
-
-        from pvg.models.adapters import linear_layers
+        """A copy of the base prover, with products in the precision of passes."""
+        from pvg.models.adapters import round_products
 
         reference = self._players.base.copy()
-        for layer in linear_layers(reference.module).values():
-            layer.to(getattr(torch, self._players.models.compute_dtype))
+        round_products(reference.module, self._players.models.compute_dtype, head=True)
         reference.module.to(self._players.device)
         return reference
 
@@ -170,6 +167,9 @@ class BatchLogprobs(Helper):
         def recompute() -> list[Float32]:
             # The span starts here, so the wait for the thread does not count as training.
             with span(part, device=True):
-                return self._objective.recompute(model.module, batch)
+                found = self._objective.recompute(model.module, batch)
+            if part == "reference":
+                model.rest()  # training needs the memory now
+            return found
 
         return await self._players.compute(recompute)

@@ -30,7 +30,7 @@ from pvg.models.compute import ComputeExecutor, allow_tf32, compute_executor, wi
 from pvg.models.heads import GenerativeHead, VerifierModel
 from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.logprobs import refuse_without_head
-from pvg.models.sources import open_verifier
+from pvg.models.sources import Rounds, open_verifier
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Role
 from pvg.rollout import EngineSetup, open_engine
@@ -302,19 +302,24 @@ class Players:
         """Keep the base prover's weights on the CPU in a phase in which no adapters of this process are on them."""
         needed = self._experiment.verifier_is_on_base or (phase is Phase.TRAIN_PROVER and self.adapters.rank > 0)
         await self.compute(partial(self.base.module.to, self.device if needed and self.workers is None else "cpu"))
+        await self.compute(self.base.rest)
 
     def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
         """A verifier at its initial weights; the caller closes it. `member`: its number in an ensemble, which varies
         the random part of these weights. `like`: another member, with which it shares frozen tensors. Raises what
         `attach_adapters` and `build_verifier` raise."""
         section, models = self._experiment.verifier, self._experiment.models
-        return open_verifier(section, models, self.seed, self.device, self.base, round_, member, like)
+        # The proof that servers have the initial weights computes them in their own precision.
+        rounds: Rounds = "start" if self.verifier_serving is None else "none"
+        return open_verifier(section, models, self.seed, self.device, self.base, round_, member, like, rounds)
 
     def open_frozen_verifier(self, like: VerifierModel | None = None) -> VerifierModel:
         """One for a prover phase: on the CPU if workers or servers compute its scores, and this process nothing."""
         elsewhere, experiment = self.workers is not None or self.verifier_serving is not None, self._experiment
-        device = torch.device("cpu") if elsewhere and experiment.game.schedule.kind != "simultaneous" else self.device
-        return open_verifier(experiment.verifier, experiment.models, self.seed, device, self.base, like=like)
+        trains, section = experiment.game.schedule.kind == "simultaneous", experiment.verifier
+        device = torch.device("cpu") if elsewhere and not trains else self.device
+        rounds: Rounds = "none" if elsewhere else "start" if trains else "all"
+        return open_verifier(section, self.models, self.seed, device, self.base, like=like, rounds=rounds)
 
     def divided_workers(self) -> AbstractContextManager[None]:
         """Divides the duties of the workers (`cluster.trainers`): for a phase in which the prover trains on rollouts

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from pvg.config.training import DataType
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.installation import install_extra
 from pvg.models.compute import added, product, projected
@@ -187,24 +188,33 @@ def _peft(section: str) -> Any:
     return peft
 
 
-def _head_names(module: PreTrainedModel) -> list[str]:
-    head = module.get_output_embeddings()
-    return [name for name, part in module.named_modules() if part is head and head is not None]
-
-
 def linear_layers(module: PreTrainedModel) -> dict[str, nn.Linear]:
     """Those of the language model: no vision tower, no head, no router or gate."""
-    parts, heads = set(cast(Any, module).get_decoder().modules()), _head_names(module)
+    parts, head = set(cast(Any, module).get_decoder().modules()), module.get_output_embeddings()
     return {
         name: part
         for name, part in module.named_modules()
         if isinstance(part, nn.Linear)
         and part in parts
-        and name not in heads
+        and part is not head
         # Some routers are subclasses that return a tuple, and the gate of a shared expert has one output.
         and "Router" not in type(part).__name__
         and part.out_features > 1
     }
+
+
+def round_products(module: PreTrainedModel, precision: DataType, *, head: bool = False) -> None:
+    """Keep the linear layers of frozen weights, and with `head` an output head that is no embedding, in the `precision`
+    of all passes, which would round them alike. If one was wider, no weight shares memory with its old values, such as
+    a mapped file."""
+    dtype: torch.dtype = getattr(torch, precision)
+    products = {weight for layer in linear_layers(module).values() for weight in layer.parameters()}
+    output = module.get_output_embeddings() if head else None
+    if output is not None and output.weight is not module.get_input_embeddings().weight:
+        products |= set(output.parameters())
+    wide = {weight for weight in products if weight.dtype.itemsize > dtype.itemsize}
+    for weight in module.parameters() if wide else ():
+        weight.data = weight.data.to(dtype if weight in wide else None, copy=True)
 
 
 def _check(model: LanguageModel, rank: int, section: str) -> None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import re
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -92,8 +94,6 @@ TF32_ERROR = 2.0**-3
 # Memory of this size stays allocated while it is not in use, so that runs of small models stop allocating. To allocate
 # more takes little time beside what fills it.
 KEPT_BYTES = 1 << 28
-
-
 M_MMAP_THRESHOLD = -3
 
 
@@ -108,6 +108,23 @@ def return_freed_memory(needed: int, at_once: int = 1 << 25) -> None:
         if hasattr(libc, "malloc_trim"):  # other C libraries have none
             libc.mallopt(M_MMAP_THRESHOLD, at_once)
             libc.malloc_trim(0)
+
+
+MADV_DONTNEED, MAPPINGS = 4, Path("/proc/self/smaps")  # only Linux has this list
+# In it, the addresses of a private mapping of a file, of which no page was changed.
+UNCHANGED = re.compile(r"(?m)^(\w+)-(\w+) ...p \S+ \S+ +[1-9]\d* +/.*\n(?:[A-Z]\w+:.*\n)*?Anonymous: +0 kB$")
+
+
+def leave_in_files(weights: Sequence[Tensor]) -> None:
+    """If they are more than KEPT_BYTES, let weights that are mapped from files, as safetensors are, take no memory
+    until they are read again, from the system's cache of files or from the disk. Those of a file stay if one of them
+    has changed. Nobody may change them meanwhile."""
+    if sum(weight.nbytes for weight in weights) > KEPT_BYTES and MAPPINGS.is_file():
+        starts = {weight.data_ptr() for weight in weights}
+        for found in UNCHANGED.finditer(MAPPINGS.read_text()):
+            first, end = (int(address, 16) for address in found.groups())
+            if any(first <= start < end for start in starts):
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_DONTNEED)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:

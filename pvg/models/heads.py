@@ -19,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pvg.config.training import LogprobHead, VerdictHead, Verifier
+from pvg.config.training import DataType, LogprobHead, VerdictHead, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import called, resolve
+from pvg.models.adapters import round_products
 from pvg.models.language_model import LanguageModel, ModelClosedError, digest_weights
 from pvg.models.logprobs import (
     check_logits,
@@ -51,6 +52,7 @@ class VerifierModel(nn.Module, ABC):
         "scalar"  # the format in which pvg.verifier.data presents solutions
     )
     _packed = False  # see `forward`
+    _loaded: str | None = None  # the version that a frozen one has loaded; "": none yet
 
     def __init__(self, language_model: LanguageModel) -> None:
         super().__init__()
@@ -150,12 +152,21 @@ class VerifierModel(nn.Module, ABC):
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(tensors[name])
+        self._loaded = self._loaded if self._loaded is None else _version_of(tensors)
 
     def version(self) -> str:
         """A digest of `trainable_state`: names, dtypes, shapes and bytes. Equal weights have equal versions."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest_weights(self.trainable_state(), digest)
-        return digest.hexdigest()
+        return _version_of(self.trainable_state()) if self._loaded is None else self._loaded
+
+    def freeze(self, precision: DataType) -> None:
+        """Before the only weights that this verifier will have are loaded: keep its linear layers in the `precision` of
+        its passes, which would round them alike. Not for adapters, whose layers are others' too."""
+        if self.packs:  # another head may use the layers in other ways
+            self._loaded = ""
+            round_products(self._language_model.module, precision)
+
+    def round_start(self, precision: DataType) -> None:
+        """As `freeze`, for a copy of the weights that training never changes. Most heads have none."""
 
     def start_elsewhere(self, seed: int) -> None:
         """Draw the head's initial weights from `seed`, so that ensemble members differ. Most heads have fixed initial
@@ -197,6 +208,12 @@ class VerifierModel(nn.Module, ABC):
             f"The weights do not fit verifier {self._language_model.name!r}: they {what}.",
             "Load the weights of the same architecture and head.",
         )
+
+
+def _version_of(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    digest_weights(tensors, digest)
+    return digest.hexdigest()
 
 
 class ScalarHead(VerifierModel):
@@ -267,6 +284,10 @@ class ImplicitHead(VerifierModel):
         """
         with torch.no_grad():
             return self._summed(self.start, input_ids_BL, lengths_B, prompt_lengths_B, packed)
+
+    def round_start(self, precision: DataType) -> None:
+        if self._reference_model is not None:
+            round_products(self._reference_model.module, precision, head=True)
 
     def share_with(self, other: VerifierModel) -> None:
         if not isinstance(other, ImplicitHead):

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from pvg.errors import Closing, ConfigurationError
-from pvg.models.compute import return_freed_memory
+from pvg.models.compute import leave_in_files, return_freed_memory
 from pvg.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -155,7 +155,13 @@ class LanguageModel(Closing):
         weights = self.module.parameters()  # never both on one device in both dtypes, as deepcopy and `to` would
         copies = {id(w): nn.Parameter(w.detach().to(device, dtype, copy=True), w.requires_grad) for w in weights}
         module = copy.deepcopy(self.module, copies)
+        self.rest()
         return LanguageModel(module.to(device=device, dtype=dtype), self.tokenizer, self.name)
+
+    def rest(self) -> None:
+        """Take no memory for weights that are as a file has them, until they are read again. Call it when no pass is
+        going to read them soon, in the thread that changes weights."""
+        leave_in_files(list(self.module.parameters()))
 
     def start(self) -> LanguageModel:
         """This model in its current state, as frozen weights that training does not change. This is a copy, unless the

@@ -281,7 +281,7 @@ def check_logits(module: nn.Module) -> None:
         ids_12 = torch.arange(2, device=head.weight.device)[None] % head.weight.shape[0]
         expected_V = model(input_ids=ids_12, use_cache=False).logits[0, -1].float()
         hidden_12D = getattr(model.get_decoder()(input_ids=ids_12, use_cache=False), "last_hidden_state", None)
-        found_V = expected_V[:0] if hidden_12D is None else _logits(module, hidden_12D[0, -1:])[0]
+        found_V = expected_V[:0] if hidden_12D is None else finish_logits(module, head(hidden_12D[0, -1:]).float())[0]
     for part, training in modes:
         part.training = training
     tolerance = product_tolerance(head.weight, _TOLERANCE_FLOAT32, _TOLERANCE_BFLOAT16)
@@ -317,11 +317,6 @@ def chunk_tokens(vocabulary: int, gpu_bytes: int, logits_chunk: int | None = Non
 def device_bytes(device: torch.device) -> int:
     """The memory of a GPU; 0 for a CPU."""
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
-
-
-def _logits(module: nn.Module, hidden_ND: Tensor) -> Tensor:
-    """logits_NV float32 of the whole vocabulary."""
-    return finish_logits(module, cast(Any, module).get_output_embeddings()(hidden_ND).float())
 
 
 def finish_logits(module: nn.Module, logits: Tensor) -> Tensor:

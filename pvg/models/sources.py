@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import transformers
@@ -364,6 +364,9 @@ def open_learner(players: BaseProver, round_: int, device: torch.device | None =
     return attach_adapters(players.base, adapters.rank, adapters.alpha, seed_for(players.seed, round_, "adapters"))
 
 
+Rounds = Literal["none", "start", "all"]
+
+
 def open_verifier(
     section: Verifier,
     models: Models,
@@ -373,9 +376,10 @@ def open_verifier(
     round_: int = 0,
     member: int = 0,
     like: VerifierModel | None = None,
+    rounds: Rounds = "none",
 ) -> VerifierModel:
     """See `pvg.game.players.Players.open_verifier`. `seed`: the run's. Without `base`, a verifier that adapts it opens
-    its own copy."""
+    its own copy. `rounds`: the weights that stay, and that nothing reads but passes in the precision of `models`."""
     head_seed, seed = seed_for(seed, "verifier-head"), seed_for(seed, round_, "verifier-start", member)
     if not section.adapters.rank:
         model = open_source(models.verifier, device, models.dtype)
@@ -393,6 +397,10 @@ def open_verifier(
         verifier.share_with(like)
     if member:  # the first member equals a verifier without an ensemble
         verifier.start_elsewhere(seed)
+    if rounds != "none" and not section.adapters.rank:
+        verifier.round_start(models.compute_dtype)
+        if rounds == "all":
+            verifier.freeze(models.compute_dtype)
     return verifier
 
 

@@ -32,6 +32,7 @@ from pvg.config.base import READER, is_hub_id, is_run_id, parse, parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.operation import LocalCluster, has_workers, ranks_of
 from pvg.config.rollout import Prompts, TorchSampling, WordedPrompts
+from pvg.config.training import OwnHead, VerdictHead
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.hub import Say, fetch_config
 from pvg.inputs import expanded
@@ -71,6 +72,13 @@ class ModelShape:
         if self.config is not None and not self.config.tie_word_embeddings:
             ends *= 2
         return ends + layers * (self.parameters - ends) / self.layers
+
+    def rounded(self, dtype: str, precision: str, *, head: bool = False) -> float:
+        """Bytes of frozen weights after pvg.models.adapters.round_products."""
+        products = self.linear
+        if head and self.config is not None and not self.config.tie_word_embeddings:
+            products += self.vocabulary * self.width
+        return float(self.parameters * BYTES[dtype] - products * max(0, BYTES[dtype] - BYTES[precision]))
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of low-rank adapters on all linear layers but the head."""
@@ -444,7 +452,7 @@ def memory_of(
     context = {"Python and libraries": float(LIBRARY_BYTES)} if on_cpu else {"GPU context (assumed)": CONTEXT_BYTES}
     # On a GPU, a process without workers has the base only below adapters (Players.place_base). KL: BatchLogprobs.
     always = on_cpu or has_workers(experiment.cluster) or experiment.verifier_is_on_base
-    copied = base - prover.linear * (BYTES[models.dtype] - BYTES[models.compute_dtype])
+    copied = prover.rounded(models.dtype, models.compute_dtype, head=True)
     copied *= experiment.training.kl.coefficient > 0
     frozen = {"base prover": float(base if always or experiment.training.adapters.rank else copied), **context}
     reading = {"reader of the reward": float(reader.parameters * reader_bytes(experiment))} if reader else {}
@@ -561,10 +569,16 @@ def _frozen_verifier_bytes(experiment: Experiment, verifier: ModelInTraining) ->
     sampler = weights if head.kind == "generative" else 0.0
     if verifier.rank:
         return sampler + (0.0 if experiment.verifier_is_on_base else weights)
+    if experiment.verifier.engine == "torch":
+        weights = verifier.shape.rounded(verifier.dtype, verifier.precision, head=True)
     return weights if getattr(head, "reference", 0.0) else sampler
 
 
 def _scoring_bytes(experiment: Experiment, verifier: ModelInTraining) -> float:
     """The frozen verifiers of a prover phase, with what their scores need."""
     own = float(FLOAT32 * verifier.trained if verifier.rank else verifier.shape.parameters * BYTES[verifier.dtype])
+    elsewhere = has_workers(experiment.cluster) or experiment.verifier.engine != "torch"
+    trains = experiment.game.schedule.kind == "simultaneous"
+    if not (verifier.rank or elsewhere or trains or isinstance(experiment.verifier.head, OwnHead | VerdictHead)):
+        own = verifier.shape.rounded(verifier.dtype, verifier.precision)
     return experiment.verifier.ensemble.size * own + _frozen_verifier_bytes(experiment, verifier)

@@ -181,7 +181,8 @@ class TorchBackend:
         self._token_budget = token_budget
         self._executor = executor
         self._precision = precision
-        self._longest_packed = model.longest_packed if precision == "bfloat16" else 0
+        with autocast(precision, model.device):
+            self._longest_packed = model.longest_packed if precision == "bfloat16" else 0
 
     def batches(self, inputs: Sequence[ScoreInput]) -> list[NDArray[np.int64]]:
         rows, starts = [entry.ids for entry in inputs], [entry.prompt_length for entry in inputs]

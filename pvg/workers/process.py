@@ -155,7 +155,7 @@ class Worker:
 
     def _open_verifier(self, like: VerifierModel | None = None) -> VerifierModel:
         section, models = self.experiment.verifier, self.experiment.models
-        return open_verifier(section, models, self.experiment.seed, self._device, self.base, like=like)
+        return open_verifier(section, models, self.experiment.seed, self._device, self.base, like=like, rounds="start")
 
     def _open_scorer(self, fields: Mapping[str, Any]) -> ScoringModel:
         members = [self._open_verifier()]

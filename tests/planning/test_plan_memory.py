@@ -203,8 +203,9 @@ def test_ranks_divide_what_is_trained_and_gather_a_layer_at_a_time(tmp_path: Pat
     head = 4 * found.vocabulary * found.width
     assert eight[GRADIENTS] == (4 * found.parameters + head) / 8
     assert one[GRADIENTS] == 4 * found.parameters
-    # The reference of the KL penalty: its layers are in bfloat16.
-    assert eight["base prover"] == one["base prover"] == 4 * found.parameters - 2 * found.linear
+    # The reference of the KL penalty: its layers and its head, which is no embedding, are in bfloat16.
+    products = found.linear + found.vocabulary * found.width
+    assert eight["base prover"] == one["base prover"] == 4 * found.parameters - 2 * products
     assert found.linear == pytest.approx(found.parameters - 2 * found.vocabulary * found.width, rel=1e-3)
     ends = 2 * found.vocabulary * found.width
     layer = (found.parameters - ends) / found.layers
@@ -269,7 +270,8 @@ def test_full_training_of_7b_fits_four_gpus(adapters: int, tmp_path: Path) -> No
     plan = plan_of(experiment, inputs, prover, verifier, memory_gb=80, gpus=4)
     assert [plan.fits(stage) for stage in plan.memory] == [True, True, True]
     training, scoring, _ = plan.memory
-    bases = [4 * prover.parameters] * 2 if adapters else [4 * prover.parameters - 2 * prover.linear, 0]
+    products = prover.linear + prover.vocabulary * prover.width
+    bases = [4 * prover.parameters] * 2 if adapters else [4 * prover.parameters - 2 * products, 0]
     assert [training.parts["base prover"], scoring.parts["base prover"]] == bases
     # Between two steps, the canary has the embedding, the head, one layer and some logits on the GPU.
     of_steps = sum(training.parts[part] for part in (ACTIVATIONS, GRADIENTS, CASTS))

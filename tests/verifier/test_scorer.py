@@ -369,3 +369,26 @@ def test_a_cache_travels_to_a_scorer_of_the_same_verifier_only(executor):
     perturb(model)
     with pytest.raises(StateError, match="another verifier"):
         make_scorer(model, executor).load_cache_state(scorer.cache_state())
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_frozen_verifier_has_linear_layers_in_the_precision_of_passes_and_the_same_scores(head):
+    def scores(model):
+        scorer = make_scorer(model, AT_ONCE, head=head, precision="bfloat16")
+        return asyncio.run(scorer.score([rollout(text) for text in random_texts(12, 0)]))
+
+    def linear(module):
+        return {part.weight.dtype for layer in module.model.layers for part in layer.modules() if hasattr(part, "bias")}
+
+    models = [verifier(head), verifier(head)]
+    plain, frozen = models
+    frozen.round_start("bfloat16")
+    frozen.freeze("bfloat16")
+    frozen.load_trainable_state(plain.trainable_state())
+    assert frozen.version() == plain.version()
+    assert linear(plain.backbone) == {torch.float32}
+    assert linear(frozen.backbone) == {torch.bfloat16}
+    if head == "implicit":
+        assert linear(frozen.start) == {torch.bfloat16}
+        assert frozen.start.get_output_embeddings().weight.dtype == torch.bfloat16
+    np.testing.assert_array_equal(*map(scores, models))
