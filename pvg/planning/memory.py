@@ -396,21 +396,27 @@ def training_parts(
     casts = model.precision != model.dtype  # ranks gather weights in the precision, so _TokenLogprobs casts none
     everything = shape.layers * inputs + layer if model.checkpointing else shape.layers * layer
     everything += 0.0 if casts else constant
-    after = found.outside * positions + FLOAT32 * LOGITS_COPIES * min(chunk, positions * shape.vocabulary)
-    head_gradient = 0.0 if model.rank else FLOAT32 * shape.vocabulary * shape.width / model.gpus
-    gradients = FLOAT32 * model.trained / model.gpus
+    head, number = 0 if model.rank else shape.vocabulary * shape.width, BYTES[model.precision]
+    logits = FLOAT32 * min(chunk, positions * shape.vocabulary)
+    # On a GPU, the products that are added to the head's gradient are as large as it, beside logits and their slope.
+    after = found.outside * positions + max(LOGITS_COPIES * logits, 1.5 * logits + on_gpu * number * head)
+    gradients, of_layer, of_ends = FLOAT32 * model.trained / model.gpus, 0.0, 0.0
+    if model.gpus > 1 and not model.rank:  # whole, in the precision, until FSDP2 copies it to float32 and divides it
+        ends = shape.streamed(0)
+        of_layer = number * head + (number + FLOAT32) * (shape.streamed(1) - ends)
+        of_ends = (number + FLOAT32) * ends - model.gathered  # when no weights are gathered any more
     frozen = shape.parameters * BYTES[model.dtype] / model.gpus if model.rank and model.gpus > 1 else 0.0
-    early = gradients + (0.0 if casts and model.gpus == 1 else head_gradient) if accumulates else head_gradient
-    start = everything + max(after, passing) + early
-    end = layer + passing + gradients
+    early = accumulates * gradients + FLOAT32 * head * (not (accumulates and casts and model.gpus == 1))
+    start, end = (everything + max(after, passing), early), (layer + passing, gradients + of_layer)
+    activations, held = max(start, end, (0.0, gradients + of_ends), key=sum)
     return {
         "trained weights": FLOAT32 * model.trained / model.gpus,
-        GRADIENTS: gradients if end >= start else early,
+        GRADIENTS: held,
         "optimizer": 2.0 * FLOAT32 * model.trained / model.gpus,
         **({"weights below adapters": frozen} if frozen else {}),
         **({"gathered weights": model.gathered} if model.gathered else {}),
         CASTS: constant if casts else 0.0,
-        ACTIVATIONS: layer + passing if end >= start else everything + max(after, passing),
+        ACTIVATIONS: activations,
     }
 
 

@@ -199,9 +199,9 @@ def test_ranks_divide_what_is_trained_and_gather_a_layer_at_a_time(tmp_path: Pat
     one, eight = parts
     for name in ("trained weights", "optimizer"):
         assert eight[name] == one[name] / 8
-    # That of the head is computed before it is added to the others, because its weights are gathered in bfloat16.
+    # Each rank computes that of the whole head, besides its part of those of earlier micro-batches.
     head = 4 * found.vocabulary * found.width
-    assert eight[GRADIENTS] == (4 * found.parameters + head) / 8
+    assert eight[GRADIENTS] == 4 * found.parameters / 8 + head
     assert one[GRADIENTS] == 4 * found.parameters
     # The reference of the KL penalty: its layers and its head, which is no embedding, are in bfloat16.
     products = found.linear + found.vocabulary * found.width
@@ -210,6 +210,18 @@ def test_ranks_divide_what_is_trained_and_gather_a_layer_at_a_time(tmp_path: Pat
     ends = 2 * found.vocabulary * found.width
     layer = (found.parameters - ends) / found.layers
     assert eight["gathered weights"] == 2 * (ends + 2 * layer)  # bfloat16
+
+    # With few positions, the most is taken when FSDP2 copies gradients in bfloat16 to float32 and divides them: those
+    # of embedding and head at the end, when no weights are gathered; with few words, those of a layer.
+    ranked = partial(ModelInTraining, rank=0, dtype="float32", precision="bfloat16", checkpointing=True, gpus=8)
+    last = training_parts(ranked(found, fused=False), 16, 8, 8, 80e9)
+    assert last[ACTIVATIONS] == 0
+    assert last[GRADIENTS] + last["gathered weights"] == 4 * found.parameters / 8 + 6 * ends
+    few = shape({**LLAMA_8B, "vocab_size": 128}, tmp_path)
+    ends = 2 * 128 * few.width
+    layer = (few.parameters - ends) / few.layers
+    gradients = training_parts(ranked(few, fused=False), 16, 8, 8, 80e9)[GRADIENTS]
+    assert gradients == 4 * few.parameters / 8 + 6 * layer + 2 * 128 * few.width  # that of the head waits for its turn
 
 
 def test_stages_of_an_experiment() -> None:
@@ -245,7 +257,8 @@ def test_the_copy_for_commits_of_a_gpu_is_in_the_memory_of_the_host(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("adapters", [0, 16])
 def test_full_training_of_7b_fits_four_gpus(adapters: int, tmp_path: Path) -> None:
-    """With a KL penalty, beside a verifier of 1.5B with all weights, or beside one with adapters on the base."""
+    """With a KL penalty, beside a verifier of 1.5B with all weights, or beside one with adapters on the base, which
+    takes smaller micro-batches."""
     small = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
     prover = verifier = shape(QWEN_7B, tmp_path)
     if not adapters:
@@ -258,7 +271,7 @@ def test_full_training_of_7b_fits_four_gpus(adapters: int, tmp_path: Path) -> No
             "device": "cuda",
             "precision": "bfloat16",
         },
-        "training": {"gradient_checkpointing": True},
+        "training": {"gradient_checkpointing": True, "micro_batch_tokens": 8192 if adapters else 16384},
         "verifier": {"head": "scalar", "adapters": {"rank": adapters}},
         "rollout": {"engine": "vllm", "max_tokens": 1024},
         "serving": {"servers": ["http://10.0.0.9:8000"]},
