@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -226,17 +226,13 @@ def phase_statistics(game: GameRules[Any], played: Sequence[Sequence[PlayedGame[
     """One row per phase, ordered by name: the number of decisions, the mean number of decisions requested together,
     mean tokens of prompts and completions, and the median and largest latency in seconds. Scripts are left out."""
     by_phase: dict[str, dict[str, tuple[Rollout, int]]] = {}
-    for decision in _decisions(played):
+    for decision in (one for continuations in played for each in continuations for one in each.decisions):
         if decision.rollout is not None:
             by_phase.setdefault(game.phase(decision.state), {})[decision.rollout.id] = (
                 decision.rollout,
                 decision.batch,
             )
     return [_phase_row(phase, list(found.values())) for phase, found in sorted(by_phase.items())]
-
-
-def _decisions(played: Sequence[Sequence[PlayedGame[Any]]]) -> Iterator[SeatDecision[Any]]:
-    return (decision for continuations in played for one in continuations for decision in one.decisions)
 
 
 def _phase_row(phase: str, rows: Sequence[tuple[Rollout, int]]) -> dict[str, Any]:

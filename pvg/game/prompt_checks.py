@@ -197,9 +197,6 @@ def about_test_problems(wanted: int, section: object, task: Task, problems: Sequ
     if there < wanted:
         parts.append(f"A round tests with {counted(there, 'problem')}, not with game.test.problems = {wanted:,}.")
     if there < FEWEST:
-        parts.append(f"Fewer than {FEWEST} are too few for reliable figures: {_remedy(section)}.")
+        remedy = "raise task.test_problems" if hasattr(section, "test_problems") else "add test problems"
+        parts.append(f"Fewer than {FEWEST} are too few for reliable figures: {remedy}.")
     return [" ".join(parts)] if parts else []
-
-
-def _remedy(section: object) -> str:
-    return "raise task.test_problems" if hasattr(section, "test_problems") else "add test problems"

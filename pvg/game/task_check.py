@@ -354,7 +354,8 @@ def _near_misses(found: CheckedProblems) -> TaskCheck:
         for solution in wrong_solutions(found.task, problem, found.train):
             correct = found.task.grade(problem, solution.text).correct
             if correct and solution.certain:
-                return TaskCheck(name, False, f"{_quoted(solution)} is graded correct for {problem.id}")
+                text = f"{solution.name}, {shortened(repr(solution.text))}, is graded correct for {problem.id}"
+                return TaskCheck(name, False, text)
             others += not solution.certain
             accepted += correct
     if others and 2 * accepted > others:
@@ -363,10 +364,6 @@ def _near_misses(found: CheckedProblems) -> TaskCheck:
         return TaskCheck(name, True, "all that pvg tried")
     also = f"; the other {accepted} are graded correct, because they may be right here too" if accepted else ""
     return TaskCheck(name, True, f"{others - accepted} of {others} answers of other problems are graded wrong{also}")
-
-
-def _quoted(solution: KnownSolution) -> str:
-    return f"{solution.name}, {shortened(repr(solution.text))},"
 
 
 def _grades_repeat(found: CheckedProblems) -> TaskCheck:

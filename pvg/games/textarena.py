@@ -113,11 +113,7 @@ def _text(observation: Any) -> str:
     """Environments without a wrapper (their names end in -raw) show a list of messages."""
     if isinstance(observation, str):
         return observation.rstrip("\n")
-    return "\n".join(f"[{_sender(sender)}] {message}" for sender, message, *_ in observation)
-
-
-def _sender(player: int) -> str:
-    return "GAME" if player < 0 else f"Player {player}"
+    return "\n".join(f"[{'GAME' if n < 0 else f'Player {n}'}] {message}" for n, message, *_ in observation)
 
 
 @contextlib.contextmanager

@@ -311,12 +311,11 @@ def evaluate_command(cell: Cell, evaluate: StudyEvaluation) -> list[str]:
     final = dict(leaves(cell.evaluated.plain()))  # with --set of the command line, which wins over the study's file
     settings_by_key = {key: final.get(key, value) for key, value in leaves(evaluate.changes)}
     settings_by_key |= dict(leaves({"evaluate": cell.evaluated.evaluate.model_dump(mode="json", exclude_none=True)}))
-    settings = [word for key, value in settings_by_key.items() for word in ("--set", f"{key}={_toml(value)}")]
+    # JSON and TOML agree on numbers, booleans, texts and lists.
+    settings = [
+        word for key, value in settings_by_key.items() for word in ("--set", f"{key}={orjson.dumps(value).decode()}")
+    ]
     return ["evaluate", str(cell.run.path), *what, *settings, "--json"]
-
-
-def _toml(value: object) -> str:
-    return orjson.dumps(value).decode()  # JSON and TOML agree on numbers, booleans, texts and lists
 
 
 OUTPUTS = {"log": os.O_APPEND, "json": os.O_TRUNC}  # of a cell's process, by ending

@@ -180,7 +180,8 @@ def within(value: Any, samples: Sequence[Any]) -> bool:
     if isinstance(value, (int, float)):
         numbers = [x for x in samples if isinstance(x, (int, float)) and not isinstance(x, bool)]
         return min(numbers) <= value <= max(numbers)
-    alike: list[Any] = [sample for sample in samples if isinstance(sample, _kind(value))]
+    kind = (list, tuple) if isinstance(value, (list, tuple)) else type(value)
+    alike: list[Any] = [sample for sample in samples if isinstance(sample, kind)]
     if not min(map(len, alike)) <= len(value) <= max(map(len, alike)):
         return False
     if isinstance(value, str):
@@ -191,10 +192,6 @@ def within(value: Any, samples: Sequence[Any]) -> bool:
     items = [item for sample in alike for item in sample]
     kept = set[str]().union(*map(list_properties, alike)).intersection(*map(list_properties, alike))
     return kept <= list_properties(value) and all(within(item, items) for item in value)
-
-
-def _kind(value: Any) -> type | tuple[type, ...]:
-    return (list, tuple) if isinstance(value, (list, tuple)) else type(value)
 
 
 def list_properties(items: Sequence[Any]) -> set[str]:

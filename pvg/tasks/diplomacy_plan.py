@@ -73,7 +73,7 @@ def drawn_orders(board: Board, position: Position, power: int, generator: np.ran
     if position.stage != "M":
         return [_any(legal[at], generator) for at in shuffled]
     orders: dict[int, Order] = {}
-    wanted = _foreign_centres(board, position, power)
+    wanted = {centre for centre, owner in zip(board.centres, position.owners, strict=True) if owner != power}
     for at in shuffled:
         order = _greedy(board, legal[at], wanted) if generator.random() < GREEDY else None
         if order is not None:
@@ -88,10 +88,6 @@ def drawn_orders(board: Board, position: Position, power: int, generator: np.ran
             own = [order for order in legal[at] if not alone or order.act in ("hold", "move")]
             orders[at] = _any(helping if support else own, generator)
     return list(orders.values())
-
-
-def _foreign_centres(board: Board, position: Position, power: int) -> set[int]:
-    return {centre for centre, owner in zip(board.centres, position.owners, strict=True) if owner != power}
 
 
 def _greedy(board: Board, orders: Sequence[Order], wanted: set[int]) -> Order | None:

@@ -95,7 +95,8 @@ def keep(asked: int, answers: int, around: Walls) -> None:
     if not ending.status:
         # The child is dead, so the byte is there or never comes. The exit code alone proves nothing, because programs
         # choose it.
-        ending.status = _status(ending.exit) if os.read(behind, 1) else "not confined"
+        told = {0: "ok", FAILED: "error", NO_MEMORY: "memory"}
+        ending.status = told.get(ending.exit, "killed") if os.read(behind, 1) else "not confined"
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)  # needed without namespaces; with them all die with the child
     header = {"status": ending.status, "exit": ending.exit, "cpu_s": ending.cpu_s, "wall_s": ending.wall_s}
@@ -247,10 +248,6 @@ def threads_of(pid: int) -> int:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return 0
-
-
-def _status(exit_: int) -> str:
-    return {0: "ok", FAILED: "error", NO_MEMORY: "memory"}.get(exit_, "killed")
 
 
 def _cpu_s(pid: int) -> float:
