@@ -237,7 +237,7 @@ def _onednn() -> bool:
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
     large = x.dtype == torch.float32 and len(x) * weight.numel() >= LEAST_BY_ONEDNN
-    return large and x.device.type == "cpu" and _onednn()
+    return large and x.device.type == "cpu" and type(x) is Tensor and _onednn()  # not for tensors without memory
 
 
 def projected(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
