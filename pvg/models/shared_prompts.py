@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from pvg.errors import ConfigurationError
 from pvg.models.adapters import Adapted, adapted, silu_gradients
@@ -36,7 +37,7 @@ from pvg.records import Int32
 
 
 # Exactly these types: a subclass may compute something else.
-DECODERS = (LlamaModel, Qwen2Model)
+DECODERS = (LlamaModel, Qwen2Model, Qwen3Model)
 Attend = Callable[[Tensor, Tensor, Tensor, int, float | None], Tensor]
 
 
@@ -82,6 +83,9 @@ def _layer(
         ways = [partial(_adapted, group) for group in low_rank]
     project, project_back, widen, narrow = ways
     query_TE, key_TE, value_TE = project(hidden_TD, norm=layer.input_layernorm)
+    if hasattr(attention, "q_norm"):  # Qwen3: of each head
+        norms = (attention.q_norm, query_TE), (attention.k_norm, key_TE)
+        query_TE, key_TE = (_norm(norm, x_TE.view(-1, attention.head_dim)).view_as(x_TE) for norm, x_TE in norms)
     query_TE, key_TE = (
         cast(Tensor, _Rotate.apply(each_TE, cos_TE, sin_TE))  # type: ignore[no-untyped-call]
         for each_TE in (query_TE, key_TE)
@@ -100,8 +104,8 @@ def _adapted(group: Adapted, x_TI: Tensor, up_TI: Tensor | None = None, norm: An
 
 
 def _norm(norm: Any, x_TI: Tensor) -> Tensor:
-    found = _Linear.apply((x_TI.dtype, norm.variance_epsilon), x_TI, None, norm.weight)  # type: ignore[no-untyped-call]
-    return cast(Tensor, found[0])
+    how, weight = (x_TI.dtype, norm.variance_epsilon), norm.weight
+    return cast(Tensor, _Linear.apply(how, x_TI.to(weight.dtype), None, weight)[0])  # type: ignore[no-untyped-call]
 
 
 def _plain(

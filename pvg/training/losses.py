@@ -293,7 +293,7 @@ class PolicyObjective:
         fused_layers: bool = True,
     ) -> None:
         """`precision`: of log-probs that are computed again. `fused_layers`: whether layers of
-        Llama and Qwen2 use pvg's own code."""
+        Llama, Qwen2 and Qwen3 use pvg's own code."""
         loss, limits = policy_loss(section.loss.kind), section.loss
         self._loss = replace(
             loss,

@@ -1,15 +1,19 @@
 """Products of adapted layers against peft's, and what a layer costs: operators, and bytes saved per token."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from pvg.models import packing
 from pvg.models.adapters import adapted, attach_adapters
 from pvg.models.language_model import LanguageModel
 from pvg.models.packing import pack_rows
-from pvg.models.shared_prompts import fused_hidden
+from pvg.models.shared_prompts import fused_hidden, packed_hidden, trust_packing
 from pvg.planning.memory import ModelShape, Pass, activations_of
 
 pytestmark = pytest.mark.slow
@@ -89,3 +93,48 @@ def test_a_layer_saves_a_third_less(dtype: str, before: int) -> None:
     found = activations_of(ModelShape("1.5B", 28, 1536, 256, 64, 0, 0, config(1, 28)), Pass(dtype, "bfloat16", 16))
     assert found.layer <= 2 / 3 * before
     assert found.copies < 2e6
+
+
+class AnyAttention(torch.autograd.Function):
+    """Stands in for torch's kernel, with as many operators: one, and one for its gradients."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.shapes = [each.shape for each in inputs]
+        return torch.empty_like(inputs[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        sizes = [shape.numel() for shape in ctx.shapes]
+        parts = grad.new_zeros(sum(sizes)).split(sizes)
+        return tuple(part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_with_the_attention_of_a_gpu_a_layer_takes_at_most_half_of_the_operators_of_peft(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a group of eight rows with one prompt, in bfloat16."""
+
+    def kernel(query, key, value, *starts, scale=None, window_size=None, enable_gqa=False):
+        return AnyAttention.apply(query, key, value)
+
+    monkeypatch.setattr(packing, "_kernel", lambda: kernel)
+    rows = [np.append(np.arange(12), np.arange(row, row + 12)).astype(np.int32) for row in range(8)]
+    packed = pack_rows(rows, np.full(8, 12), "cpu")
+    counts: dict[bool, list[int]] = {True: [], False: []}
+    for own, layers in itertools.product((True, False), (2, 3)):
+        sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": layers}
+        settings = getattr(transformers, f"{family}Config")(
+            **sizes, hidden_size=96, intermediate_size=64, vocab_size=64
+        )
+        model = getattr(transformers, f"{family}ForCausalLM")(settings).bfloat16()
+        module = attach_adapters(LanguageModel(model, None, "tiny"), 16, 32.0, 0).module.train()
+        trust_packing(module)
+        with Operators() as operators:
+            with packing.attention_as_on_a_gpu(), torch.autocast("cpu", torch.bfloat16):
+                hidden = packed_hidden(module, packed, fused_layers=own)
+            hidden.sum().backward()
+        counts[own].append(operators.count)
+    fused, plain = (two[1] - two[0] for two in (counts[True], counts[False]))
+    assert 0 < fused <= plain / 2

@@ -36,6 +36,8 @@ def build(kind="llama"):
     model: torch.nn.Module
     if kind == "qwen2":  # biases before the rotation
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, num_key_value_heads=2))
+    elif kind == "qwen3":  # norms of queries and keys, whose heads are not hidden_size / heads
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8))
     elif kind == "scaled":  # a rotary embedding that is no pure rotation
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, rope_parameters=YARN))
     elif kind == "biased":
@@ -81,16 +83,17 @@ def assert_same(model):
         torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-4, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "scaled", "biased"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "scaled", "biased"])
 def test_values_and_all_gradients_are_transformers_own(kind):
     model = build(kind)
     assert knows(model.model)
     assert_same(model)
 
 
-def test_adapters_are_trained_alone_and_alike():
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_adapters_are_trained_alone_and_alike(kind):
     pytest.importorskip("peft", reason="`make install`")
-    with LanguageModel(build("qwen2"), None, "tiny") as base, attach_adapters(base, 2, 4.0, seed=0) as learner:
+    with LanguageModel(build(kind), None, "tiny") as base, attach_adapters(base, 2, 4.0, seed=0) as learner:
         with torch.no_grad():
             for name, weight in learner.module.named_parameters():
                 if "lora_B" in name:
@@ -117,8 +120,9 @@ def test_checkpointed_layers_are_computed_twice_to_the_same_bits(monkeypatch):
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
-def test_in_bfloat16_the_norms_are_computed_in_float32():
-    model = build().to(torch.bfloat16)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_in_bfloat16_the_norms_are_computed_in_float32(kind):
+    model = build(kind).to(torch.bfloat16)
     packed = pack_rows(*rows(), "cpu")
     with torch.no_grad():
         fused_TD = fused_hidden(model.model, packed)
@@ -127,15 +131,17 @@ def test_in_bfloat16_the_norms_are_computed_in_float32():
     torch.testing.assert_close(fused_TD, plain_TD, rtol=0.05, atol=0.05)
 
 
-def test_under_autocast_gradients_err_no_more_than_those_of_transformers():
-    exact = gradients(model := build(), padded(model))
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_under_autocast_gradients_err_no_more_than_those_of_transformers(kind):
+    exact = gradients(model := build(kind), padded(model))
 
     def error(logprobs_BL):
         found = gradients(model, logprobs_BL)
         return sum(float((found[name] - gradient).square().sum()) for name, gradient in exact.items()) ** 0.5
 
     with torch.autocast("cpu", torch.bfloat16):
-        fused, plain = error(shared_prompt_logprobs(model, *rows())), error(padded(model))
+        both = shared_prompt_logprobs(model, *rows()), padded(model)
+    fused, plain = map(error, both)
     assert 0 < fused < 1.2 * plain
 
 
@@ -156,7 +162,7 @@ def test_a_layer_keeps_its_states_in_the_precision_of_passes(precision, size):
 
 
 @pytest.mark.parametrize("whole", [False, True])  # the prompts of rows(), or the whole row
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "scaled", "biased"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "scaled", "biased"])
 def test_a_score_of_the_last_token_has_the_gradients_of_all_layers_on_all_tokens(kind, whole):
     ids_BL, lengths_B = pad_right(rows()[0], 0)
     starts_B = lengths_B if whole else torch.from_numpy(rows()[1]).long()

@@ -270,7 +270,7 @@ def test_a_defect_in_the_layers_of_pvg_is_not_the_models(monkeypatch):
     with pytest.raises(IndexError):
         check_packing(build())
     with pytest.raises(ConfigurationError, match="a defect"):
-        check_packing(build("qwen3"))
+        check_packing(build("granite"))
 
 
 def test_rows_longer_than_a_sliding_window_are_refused():
