@@ -23,14 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-from torch.nn.functional import embedding, pad, scaled_dot_product_attention
-from transformers.integrations.sdpa_attention import repeat_kv
+from torch.nn.functional import embedding, pad
 
 from pvg.errors import ConfigurationError
+from pvg.models.compute import HALVES, attend, product_dtype
 from pvg.records import Float32, Int32
 
 # Attention of packed rows on a GPU, by torch's flash attention for sequences of different lengths.
-HALVES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
 Kernel = Callable[..., Tensor]
 
@@ -115,12 +114,6 @@ def why_not_varlen(query_TE: Tensor, heads: int) -> str | None:
     if size > LARGEST_HEAD or size % HEAD_MULTIPLE:
         return f"a head has {size} dimensions"
     return None if _GPU_PLANNED.get() else _missing(query_TE.device)
-
-
-def product_dtype(query_TE: Tensor) -> torch.dtype:
-    """The dtype of matrix products with this tensor: that of autocast, or its own."""
-    kind = query_TE.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query_TE.dtype
 
 
 @cache
@@ -677,24 +670,6 @@ def packed_attention(
     mixed = []
     for block in packed.last_blocks if last else packed.blocks:
         keys, values = embedding(block.keys_BK, key_TE), embedding(block.keys_BK, value_TE)
-        mixed_BQE = _attend(embedding(block.queries_BQ, query_TE), keys, values, block.mask, heads, scaling)
+        mixed_BQE = attend(embedding(block.queries_BQ, query_TE), keys, values, block.mask, heads, scaling)
         mixed.append(mixed_BQE.flatten(0, 1).index_select(0, block.results_S))
     return torch.cat(mixed)
-
-
-def _attend(
-    query_BQE: Tensor, key_BKE: Tensor, value_BKE: Tensor, mask: Tensor | None, heads: int, scaling: float | None
-) -> Tensor:
-    """Attention of padded rows [B, Q, E]; causal if there is no mask."""
-    size = query_BQE.shape[2] // heads
-    query, key, value = (
-        tensor.view(*tensor.shape[:2], -1, size).transpose(1, 2) for tensor in (query_BQE, key_BKE, value_BKE)
-    )
-    repeats = heads // key.shape[1]
-    if query.device.type != "cpu":  # a CPU's kernel takes fewer heads of keys as they are
-        key, value, repeats = repeat_kv(key, repeats), repeat_kv(value, repeats), 1
-    mask = mask if mask is None else mask.to(query.dtype)
-    mixed_BHQE = scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=repeats > 1
-    )
-    return mixed_BHQE.transpose(1, 2).flatten(2)

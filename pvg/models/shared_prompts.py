@@ -29,8 +29,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from pvg.errors import ConfigurationError
 from pvg.models.adapters import Adapted, adapted, silu_gradients
-from pvg.models.compute import explained, product, product_tolerance, projected
-from pvg.models.packing import PackedRows, pack_rows, packed_attention, pad_right, product_dtype
+from pvg.models.compute import explained, product, product_dtype, product_tolerance, projected
+from pvg.models.packing import PackedRows, pack_rows, packed_attention, pad_right
 from pvg.records import Int32
 
 # The layers of Llama-like decoders on packed rows: norms, rotary embedding, gates and adapters in few operators.
