@@ -111,8 +111,11 @@ def return_freed_memory(needed: int, at_once: int = 1 << 25) -> None:
 
 
 MADV_DONTNEED, MAPPINGS = 4, Path("/proc/self/smaps")  # only Linux has this list
-# In it, the addresses of a private mapping of a file, of which no page was changed.
-UNCHANGED = re.compile(r"(?m)^(\w+)-(\w+) ...p \S+ \S+ +[1-9]\d* +/.*\n(?:[A-Z]\w+:.*\n)*?Anonymous: +0 kB$")
+# In it, the addresses of a private mapping of a file, of which no page was changed, in memory or swapped out.
+UNCHANGED = re.compile(
+    r"(?m)^(\w+)-(\w+) ...p \S+ \S+ +[1-9]\d* +/.*\n"
+    r"(?:[A-Z]\w+:.*\n)*?Anonymous: +0 kB\n(?:[A-Z]\w+:.*\n)*?Swap: +0 kB$"
+)
 
 
 def leave_in_files(weights: Sequence[Tensor]) -> None:

@@ -43,7 +43,13 @@ def test_a_model_that_rests_takes_memory_only_for_weights_that_its_file_does_not
         model.save(tmp_path)
     with open_model(ModelSection(source=str(tmp_path)), torch.device("cpu"), "float32") as model:
         before = model.fingerprint()
-        assert mapped() > 0
+        whole = mapped()
+        swapped = compute.MAPPINGS.read_text().replace("Swap:                  0 kB", "Swap:                  4 kB")
+        (tmp_path / "smaps").write_text(swapped)  # as with a changed page that is swapped out
+        with monkeypatch.context() as patch:
+            patch.setattr(compute, "MAPPINGS", tmp_path / "smaps")
+            model.rest()
+        assert mapped() == whole > 0
         model.copy().close()
         assert mapped() == 0
         assert model.fingerprint() == before
