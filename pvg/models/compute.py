@@ -121,10 +121,11 @@ UNCHANGED = re.compile(
 def leave_in_files(weights: Sequence[Tensor]) -> None:
     """If they are more than KEPT_BYTES, let weights that are mapped from files, as safetensors are, take no memory
     until they are read again, from the system's cache of files or from the disk. Those of a file stay if one of them
-    has changed. Nobody may change them meanwhile."""
-    if sum(weight.nbytes for weight in weights) > KEPT_BYTES and MAPPINGS.is_file():
-        starts = {weight.data_ptr() for weight in weights}
-        for found in UNCHANGED.finditer(MAPPINGS.read_text()):
+    has changed, and wherever this process may not read its list. Nobody may change them meanwhile."""
+    here = [weight for weight in weights if weight.device.type == "cpu"]
+    if sum(weight.nbytes for weight in here) > KEPT_BYTES and os.access(MAPPINGS, os.R_OK):
+        starts = {weight.data_ptr() for weight in here}
+        for found in UNCHANGED.finditer(MAPPINGS.read_text(errors="replace")):
             first, end = (int(address, 16) for address in found.groups())
             if any(first <= start < end for start in starts):
                 ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_DONTNEED)
@@ -238,24 +239,31 @@ def _onednn() -> bool:
     return maker == "AuthenticAMD" and "avx512f" in flags.split() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def _suits(x: Tensor, weight: Tensor) -> bool:
-    large = x.dtype == torch.float32 and len(x) * weight.numel() >= LEAST_BY_ONEDNN
+def _suits(x: Tensor, weight: Tensor, rows: int | None = None) -> bool:
+    large = x.dtype == torch.float32 and (rows or len(x)) * weight.numel() >= LEAST_BY_ONEDNN
     return large and x.device.type == "cpu" and type(x) is Tensor and _onednn()  # not for tensors without memory
 
 
 def projected(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x W' + b, [N, O]. As all products here: the arguments may be views of any strides."""
-    if _suits(x_NI, weight_OI):
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias_O, "none", [], "")
-        return found
-    return linear(x_NI, weight_OI, bias_O)
+    return _by_onednn(x_NI, weight_OI, bias_O) if _suits(x_NI, weight_OI) else linear(x_NI, weight_OI, bias_O)
+
+
+def projected_alike(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """As `projected`, but a row's bits do not depend on the number of rows, if they do not in torch."""
+    if not _suits(x_NI, weight_OI, rows=1):
+        return linear(x_NI, weight_OI, bias_O)
+    return _by_onednn(x_NI if len(x_NI) != 1 else x_NI.expand(2, -1), weight_OI, bias_O)[: len(x_NI)]
+
+
+def _by_onednn(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias_O, "none", [], ""))
 
 
 def added(x_NO: Tensor, y_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """x + y W', [N, O], in one operation, which may overwrite x."""
     if _suits(y_NI, weight_OI):
-        found: Tensor = torch.ops.mkldnn._linear_pointwise.binary(y_NI, x_NO, weight_OI, None, "add")
-        return found
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise.binary(y_NI, x_NO, weight_OI, None, "add"))
     return x_NO.addmm_(y_NI, weight_OI.t())
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pvg.errors import ConfigurationError
-from pvg.models.compute import explained, product, product_tolerance, projected
+from pvg.models.compute import explained, product, product_tolerance, projected_alike
 from pvg.models.packing import PackedRows, pack_rows
 from pvg.models.shared_prompts import packed_hidden, trust_packing
 from pvg.records import Int32
@@ -141,7 +141,7 @@ def _cast_head(weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> 
 
 
 def _head_logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, finish: LogitTransform) -> Tensor:
-    return finish(projected(hidden_CD.to(weight_VD.dtype), weight_VD, bias_V).float())
+    return finish(projected_alike(hidden_CD.to(weight_VD.dtype), weight_VD, bias_V).float())
 
 
 # --- of a whole model ------------------------------------------------------------------------------------------------
