@@ -168,7 +168,8 @@ class BatchLogprobs(Helper):
             # The span starts here, so the wait for the thread does not count as training.
             with span(part, device=True):
                 found = self._objective.recompute(model.module, batch)
-            if part == "reference":
+            first, trained = (next(each.module.parameters()) for each in (model, self._learner))
+            if part == "reference" and first is not trained:  # adapters are trained on the base itself
                 model.rest()  # training needs the memory now
             return found
 
