@@ -142,7 +142,8 @@ def test_a_batch_whose_caller_was_cancelled_is_awaited_or_used(tmp_path, executo
         call.cancel()
         await asyncio.wait([call])
         closing = asyncio.create_task(source.close())
-        await asyncio.sleep(0)
+        await asyncio.wait([closing], timeout=0.1)
+        assert not closing.done()
         may_end.set()
         await closing
         assert drawn == [0]
