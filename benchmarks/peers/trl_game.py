@@ -131,11 +131,18 @@ class TrlGame:
     def _mint(self, number: int) -> Iterator[Row]:
         """Solutions of all sources, in equal parts, by both roles."""
         work, sources = self._work, len(self._sources)
-        problems = self._draw.sample(work["problems"]["verifier"], work["mint_problems"][number])
+        problems = self._drawn(work["problems"]["verifier"], work["mint_problems"][number])
         for place, weights in enumerate(self._sources):
             self._prover.load_state_dict(weights, strict=False)
             each = work["game"]["mint_samples"]
             yield from self._sampled([(p, role) for p in problems[place::sources] for role in self._roles(each)])
+
+    def _drawn(self, pool: Sequence[Any], count: int) -> list[Any]:
+        """None again before all of them."""
+        found = list[Any]()
+        while len(found) < count:
+            found += self._draw.sample(pool, len(pool))
+        return found[:count]
 
     def _roles(self, count: int) -> str:
         """A letter for each of `count` solutions or groups; what the share leaves over is drawn."""
@@ -222,10 +229,7 @@ class TrlGame:
             ]
 
         roles = [role for _ in range(training["steps"]) for role in self._roles(training["groups"])]
-        numbers = list[int]()
-        while len(numbers) < len(roles):  # no problem again before all of them
-            numbers += self._draw.sample(range(len(problems)), len(problems))
-        asked = zip(numbers, roles, strict=False)
+        asked = zip(self._drawn(range(len(problems)), len(roles)), roles, strict=True)
         rows = [{"number": number, "role": role, "prompt": problems[number][role]} for number, role in asked]
         settings = grpo_arguments(self._folder, self._work) | {"max_steps": training["steps"], "seed": self._seed}
         self._prover.train()
