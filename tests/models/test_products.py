@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pvg.models import compute
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch has no oneDNN")
+pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="needs a torch with oneDNN")
 ROWS, INNER, OUTER = 700, 192, 320  # more than compute.LEAST_BY_ONEDNN multiplications
 
 
@@ -43,7 +43,7 @@ def test_products_are_those_of_float64(chosen: bool, rows: int, turned: bool) ->
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.skipif(not compute._onednn(), reason="oneDNN is for other processors")
+@pytest.mark.skipif(not compute._onednn(), reason="needs a processor by AMD with AVX-512")
 def test_a_row_of_a_head_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "LEAST_BY_ONEDNN", 0)
     x, weight = random(ROWS, INNER), random(OUTER, INNER)
