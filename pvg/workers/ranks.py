@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -276,7 +277,8 @@ class _Part:
         losses, metrics = accumulate(self._root, nn.Module.__call__, micro_batches, self._precision)
         passes = max(len(part) for part in frame.fields["micro_batches"])
         padding = [frame.fields["padding"]] * (passes - len(micro_batches))
-        accumulate(self._root, _nothing, padding, self._precision)
+        # These take part in the exchange and add nothing.
+        accumulate(self._root, lambda root, rows: (root(rows)[0] * 0.0, Metrics()), padding, self._precision)
         return Frame("gradient", {"losses": losses, "metrics": metrics})
 
     def update(self, fields: Mapping[str, Any], whole: Mapping[str, Tensor]) -> float:
@@ -305,12 +307,6 @@ class _Part:
         return found
 
 
-def _nothing(root: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
-    """A pass that takes part in the exchange and adds nothing."""
-    loss, metrics = root(micro_batch)
-    return loss * 0.0, metrics
-
-
 def _divided(whole: Tensor | None, like: Tensor) -> Tensor:
     """Give each rank its rows, as it has those of `like`, of a tensor that rank 0 has. All ranks call this."""
     assert isinstance(like, DTensor)
@@ -327,69 +323,62 @@ def _full(tensor: Tensor) -> Tensor:
 # --- the driver's side ------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class ModelInRanks(TrainerRanks[PolicyBatch]):
     """A prover in training, in the driver. `gradients`, `update` and `moments` block: call them in the thread of
     `executor`. `fields`: how a rank opens the model (`rank_fields`). `parameters`: the whole trained weights by name,
-    which `update` keeps current."""
+    which `update` keeps current. `loaded`: moments that the ranks get when they open."""
 
-    def __init__(
-        self,
-        group: RankGroup,
-        executor: Executor,
-        fields: Mapping[str, Any],
-        parameters: Mapping[str, nn.Parameter],
-        events: Events,
-    ) -> None:
-        self._group = group
-        self._executor = executor
-        self._fields = fields
-        self._parameters = parameters
-        self._moments: Mapping[str, Tensor] = {}
-        self._opened = False
-        self._events = events
+    group: RankGroup
+    executor: Executor
+    fields: Mapping[str, Any]
+    parameters: Mapping[str, nn.Parameter]
+    events: Events
+    loaded: Mapping[str, Tensor] = field(default_factory=dict)
+    opened: bool = False
 
     async def prepare(self) -> None:
         """Let the ranks open their parts before their first work."""
         began = time.perf_counter()
-        await run_in(self._executor, self._open)
+        await run_in(self.executor, self._open)
         taken_ms = (time.perf_counter() - began) * 1e3
-        self._events.event("workers", event="ranks up", ranks=self._group.count, ms=taken_ms)
+        self.events.event("workers", event="ranks up", ranks=self.group.count, ms=taken_ms)
 
     async def close(self) -> None:
-        if self._opened and not self._group.broken:
-            self._opened = False
-            await run_in(self._executor, self._group.do, "close")
+        if self.opened and not self.group.broken:
+            self.opened = False
+            await run_in(self.executor, self.group.do, "close")
 
     def shards(self, batch: PolicyBatch) -> list[PolicyBatch]:
-        return policy_shards(batch, self._group.count)
+        return policy_shards(batch, self.group.count)
 
     def gradients(self, parts: Sequence[Sequence[PolicyBatch]], state: Mapping[str, Any]) -> list[PartGradient]:
         self._open()
-        idle: list[list[PolicyBatch]] = [[]] * (self._group.count - len(parts))
+        idle: list[list[PolicyBatch]] = [[]] * (self.group.count - len(parts))
         micro_batches = [list(part) for part in parts] + idle
         fields = {"micro_batches": micro_batches, "padding": _shortest_row(parts), "state": state}
-        answers = [answer.fields for answer in self._group.do("gradient", fields)]
+        answers = [answer.fields for answer in self.group.do("gradient", fields)]
         return [PartGradient(None, answer["losses"], answer["metrics"]) for answer in answers]
 
     def update(self, rate: float, clip: float) -> float:
-        return float(self._group.do("update", {"rate": rate, "clip": clip}, whole=self._parameters))
+        return float(self.group.do("update", {"rate": rate, "clip": clip}, whole=self.parameters))
 
     def moments(self) -> dict[str, Tensor]:
         self._open()
-        found: dict[str, Tensor] = self._group.do("moments")
+        found: dict[str, Tensor] = self.group.do("moments")
         return found
 
     def load(self, moments: Mapping[str, Tensor]) -> None:
-        self._moments, self._opened = moments, False
+        self.loaded, self.opened = moments, False
 
     def _open(self) -> None:
-        if self._opened:
+        if self.opened:
             return
-        steps = {n.removeprefix("step."): t.item() for n, t in self._moments.items() if n.startswith("step.")}
-        whole = {f"model.{name}": tensor for name, tensor in self._parameters.items()} | dict(self._moments)
+        steps = {n.removeprefix("step."): t.item() for n, t in self.loaded.items() if n.startswith("step.")}
+        whole = {f"model.{name}": tensor for name, tensor in self.parameters.items()} | dict(self.loaded)
         threads = {"threads": torch.get_num_threads(), "steps": steps}
-        self._group.do("open", {**self._fields, **threads}, whole=whole)
-        self._moments, self._opened = {}, True
+        self.group.do("open", {**self.fields, **threads}, whole=whole)
+        self.loaded, self.opened = {}, True
 
 
 def rank_fields(
