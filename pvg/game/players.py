@@ -354,9 +354,9 @@ class Players:
         """As `prover_workers`, for a verifier in training."""
         if self.workers is None:
             return None
-        from pvg.workers.models import PAIR_FIELDS, ModelInWorkers, pair_shards
+        from pvg.workers.models import ModelInWorkers, pair_shards
 
-        return ModelInWorkers(self.workers, PAIR_FIELDS, trainable_parameters(verifier), pair_shards)
+        return ModelInWorkers(self.workers, {"what": "pairs"}, trainable_parameters(verifier), pair_shards)
 
     def template(self, verifier: ScoringModel) -> VerifierTemplate:
         return template_of(self._experiment.prompts, self.task, verifier)

@@ -38,9 +38,6 @@ def policy_fields(training: Training, rollout: Rollouts) -> dict[str, Any]:
     return {"what": "policy", "training": training.model_dump_json(), "rollout": rollout.model_dump_json()}
 
 
-PAIR_FIELDS = {"what": "pairs"}  # how a worker opens the verifier of its experiment, and its loss
-
-
 # --- shards -----------------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +98,7 @@ class ModelCopies:
         self, pool: WorkerPool, shards: range, fields: Mapping[str, Any], tensors: Callable[[], Mapping[str, Tensor]]
     ) -> None:
         self._pool, self._shards, self._fields, self._tensors = pool, shards, fields, tensors
-        self._memory, self._slot = pool.weights(), pool.slot()
+        self._memory, self._slot = pool.weights(), next(pool.numbers)
         self._changes, self._sent = 0, -1  # the weights' changes, and how many of them the workers have; -1: not open
         self._loading = asyncio.Lock()
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import count, cycle
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pvg.errors
@@ -164,22 +164,23 @@ class WorkerPool:
         """`device`: "cpu", or "cuda" for the GPUs of the machine, which the processes use in turn."""
         cluster = experiment.cluster
         assert isinstance(cluster, LocalCluster | RayCluster)
-        self.count = count = shards_of(cluster) or usable_cores()
-        self.training = self.sampling = range(count)
+        self.count = shards_of(cluster) or usable_cores()
+        self.training = self.sampling = range(self.count)
         self.trained_s: Callable[[], float] = float
         self.changed: Callable[[int, str], None] = lambda workers, why: None
-        self._lowest, self._highest = processes_of(cluster, count)
+        self._lowest, self._highest = processes_of(cluster, self.count)
         self._trainers = cluster.trainers
         self._start = Frame("start", {"experiment": experiment.plain(), "device": device})
         self._supply = supply
         self._events = supply.events = events or SilentEvents()
         self._workers = [_Worker(number) for number in range(self._highest)]
-        self._shards = [_Shard(number, self._workers[number * self._lowest // count]) for number in range(count)]
+        first = [self._workers[number * self._lowest // self.count] for number in range(self.count)]
+        self._shards = [_Shard(number, worker) for number, worker in enumerate(first)]
         self._unanswered: dict[int, _Request] = {}  # by number; those of a shard in the order of their sending
         self._memories: list[SharedWeights] = []
         self._policies = self.weights(), self.weights()  # adapters, and whole ones
         self._changing_policy = asyncio.Lock()
-        self._numbers = 0
+        self.numbers = count(1)  # of requests, and slots of models
         self._closing = False
         self.failed: BaseException | None = None  # why all requests fail
         self._tasks: set[asyncio.Task[None]] = set()
@@ -236,10 +237,10 @@ class WorkerPool:
         raises the worker's PvgError, WorkerFailedError, or WorkerLostError if workers end again and again."""
         if self.failed is not None:
             raise self.failed
-        self._numbers += 1
-        numbered = Frame(frame.kind, {**frame.fields, "id": self._numbers})
+        number = next(self.numbers)
+        numbered = Frame(frame.kind, {**frame.fields, "id": number})
         request = _Request(self._shards[shard], numbered, asyncio.get_running_loop().create_future(), parts)
-        self._unanswered[self._numbers] = request
+        self._unanswered[number] = request
         self.tell(shard, numbered)
         return request.future
 
@@ -263,10 +264,6 @@ class WorkerPool:
     def weights(self) -> SharedWeights:
         self._memories.append(self._supply.weights())
         return self._memories[-1]
-
-    def slot(self) -> int:
-        self._numbers += 1
-        return self._numbers
 
     async def load_policy(self, update: WeightUpdate) -> list[Frame]:
         """Load a new version of the sampled policy in every worker, each between two of its batches. Of a policy with
