@@ -120,8 +120,12 @@ class Worker:
 
     def _start(self, frame: Frame) -> None:
         self.experiment = build_experiment(dict(frame.fields["experiment"]), "the driver's experiment")
-        self._device = own_device(frame.fields["device"], frame.fields["worker"])
-        if self._device.type == "cuda":
+        self._device = torch.device("cpu")
+        if frame.fields["device"] == "cuda":  # in turn those of the machine, or the one that Ray has reserved
+            if not (found := torch.cuda.device_count()):
+                what = f"torch {torch.__version__} finds no GPU for a worker, which computes where the trainer does."
+                raise MissingRequirementError(what, "Correct the driver or torch there, or set models.device to cpu")
+            self._device = torch.device("cuda", frame.fields["worker"] % found)
             torch.cuda.set_device(self._device)
             allow_tf32(self._device, self.experiment.models.compute_dtype)
         self.base = open_model(self.experiment.models.prover, self._device, self.experiment.models.dtype)
@@ -256,17 +260,6 @@ class Worker:
         finally:
             trained.module.zero_grad(set_to_none=True)
         return {"gradient": gradient.cpu().numpy(), "losses": losses, "metrics": metrics}
-
-
-def own_device(kind: str, number: int) -> torch.device:
-    """Where worker `number` computes. `kind`: "cpu", or "cuda" for the GPUs that it sees in turn: those of its machine,
-    or the one that Ray has reserved for it."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not (found := torch.cuda.device_count()):
-        what = f"torch {torch.__version__} finds no GPU for a worker, and workers compute where the trainer does."
-        raise MissingRequirementError(what, "Correct the driver or torch there, or set models.device to cpu")
-    return torch.device("cuda", number % found)
 
 
 class WorkerProcess:
