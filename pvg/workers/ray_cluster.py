@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager
@@ -317,8 +316,6 @@ def _cause(error: BaseException) -> str:
 
 
 def _import(log: Callable[[str], None]) -> Any:
-    if sys.platform == "win32":
-        raise MissingRequirementError("Ray workers need Linux or macOS.")
     # Ray's own handler of SIGTERM would abort this process 3 s after the signal, which asks a run to commit and stop.
     os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
     try:
