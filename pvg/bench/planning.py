@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -29,7 +29,6 @@ from pvg.bench.workloads import (
     BenchSettings,
     Profile,
     SettingChange,
-    WorkloadTable,
     find_profile,
     flattened,
     make_workload,
@@ -164,7 +163,6 @@ class BenchPlan:
     base: BenchSettings
     choices: tuple[PlannedVariant, ...]
     interleave: bool
-    table: WorkloadTable = field(default_factory=lambda: WORKLOADS)
     serve: bool = False
 
 
@@ -177,7 +175,6 @@ def plan_bench(
     interleave: bool | None = None,
     server_urls: Sequence[str] = (),
     serve: bool = False,
-    table: WorkloadTable = WORKLOADS,
 ) -> BenchPlan:
     """Resolve every variant, and construct each workload once to find errors before any of them runs.
 
@@ -187,7 +184,7 @@ def plan_bench(
     settings = parse_overrides(overrides)
     given = [*_on_servers(server_urls, serve, settings), *settings]
     profile, origin = _profile(name, given)
-    _check_workload(profile.profile, origin, bool(server_urls) or serve, table)
+    _check_workload(profile.profile, origin, bool(server_urls) or serve)
     if sweep is not None and ablate:
         raise UsageError("--sweep and --ablate cannot be used together.", "Call pvg bench once for each.")
     settle = partial(settings_of, profile, origin)
@@ -205,11 +202,11 @@ def plan_bench(
         for label, changes in variants
     ]
     for choice in choices:
-        _check_headline(make_workload(choice.settings, table).measures, base)
+        _check_headline(make_workload(choice.settings).measures, base)
     if not serve and any(map(is_served, choices)):
         refuse_swept(key for choice in choices for key in choice.overrides)
     wanted = profile.interleave or None if interleave is None else interleave
-    return BenchPlan(kind, base, tuple(choices), _interleaved(kind, choices, wanted), table, serve)
+    return BenchPlan(kind, base, tuple(choices), _interleaved(kind, choices, wanted), serve)
 
 
 def _on_servers(urls: Sequence[str], serve: bool, given: Sequence[SettingChange]) -> list[SettingChange]:
@@ -242,11 +239,11 @@ def _profile(name: str, given: Sequence[SettingChange]) -> tuple[Profile, str]:
     return profile, str(path)
 
 
-def _check_workload(workload: str, origin: str, on_servers: bool, table: WorkloadTable) -> None:
-    if workload not in table and not is_reference(workload):
+def _check_workload(workload: str, origin: str, on_servers: bool) -> None:
+    if workload not in WORKLOADS and not is_reference(workload):
         raise ConfigurationError(
-            f"There is no workload {workload!r} ({origin}).{did_you_mean(workload, list(table))}",
-            f"Known: {', '.join(table)}. A workload of your own: profile = 'FILE.py:NAME'.",
+            f"There is no workload {workload!r} ({origin}).{did_you_mean(workload, list(WORKLOADS))}",
+            f"Known: {', '.join(WORKLOADS)}. A workload of your own: profile = 'FILE.py:NAME'.",
         )
     if on_servers and workload not in SERVED:
         raise UsageError(

@@ -36,11 +36,9 @@ from pvg.bench.report import TimeBudget
 from pvg.bench.runner import cuda_clock, on_loop, total
 from pvg.bench.workloads import (
     WORKLOAD,
-    WORKLOADS,
     BenchSettings,
     SettingChange,
     Workload,
-    WorkloadTable,
     find_profile,
     make_workload,
     parse_overrides,
@@ -289,14 +287,13 @@ def profile_stage(
     steps: int,
     py_spy: bool = True,
     on_pass: OnPass = lambda found: None,
-    workloads: WorkloadTable = WORKLOADS,
 ) -> ProfileResult:
     """Run the stage's work under each profiler and write everything into the new `folder`.
 
     Without py-spy, or if `py_spy` is False, `missing` says so. `on_pass` receives the name of each pass before it runs.
     """
     made = ProfileResult(_new(folder), f"{stage} of {settings.experiment.name}, {counted(steps, 'step')}")
-    on_loop(_passes(settings, stage, made, steps, py_spy, on_pass, workloads))
+    on_loop(_passes(settings, stage, made, steps, py_spy, on_pass))
     _write_figures(made)
     return made
 
@@ -342,17 +339,11 @@ def _new(folder: Path) -> Path:
 
 
 async def _passes(
-    settings: BenchSettings,
-    stage: str,
-    made: ProfileResult,
-    steps: int,
-    py_spy: bool,
-    on_pass: OnPass,
-    workloads: WorkloadTable,
+    settings: BenchSettings, stage: str, made: ProfileResult, steps: int, py_spy: bool, on_pass: OnPass
 ) -> None:
     """Open the workload, warm it up, and run all passes."""
     folder, warmup = made.folder, settings.profile.warmup
-    workload = make_workload(settings, workloads)
+    workload = make_workload(settings)
     try:
         on_pass(f"opening, and {warmup} warm-up steps")
         await workload.open()

@@ -293,7 +293,7 @@ def run_plan(
     def trial(choice: PlannedVariant, executor: Executor | None, own: Experiment | None) -> VariantTrial:
         settings = replace(choice.settings, executor=executor, experiment=own or choice.settings.experiment)
         return VariantTrial(
-            partial(make_workload, settings, plan.table),
+            partial(make_workload, settings),
             warmup=profile.warmup,
             repeats=profile.repeats,
             label=choice.label,

@@ -121,7 +121,7 @@ class Worker:
     def _start(self, frame: Frame) -> None:
         self.experiment = build_experiment(dict(frame.fields["experiment"]), "the driver's experiment")
         self._device = torch.device("cpu")
-        if frame.fields["device"] == "cuda":  # in turn those of the machine, or the one that Ray has reserved
+        if frame.fields["device"] == "cuda":  # the GPUs of the machine in turn, or the one that Ray has reserved
             if not (found := torch.cuda.device_count()):
                 what = f"torch {torch.__version__} finds no GPU for a worker, which computes where the trainer does."
                 raise MissingRequirementError(what, "Correct the driver or torch there, or set models.device to cpu")

@@ -20,23 +20,23 @@ import pvg
 from pvg.bench.planning import plan_bench
 from pvg.bench.report import BenchReport, git_state, read_report, write_report
 from pvg.bench.runner import run_plan
+from pvg.bench.workloads import WORKLOADS
 from pvg.bench.workloads import trainer as machine
 from pvg.errors import UsageError
 from pvg.installation import version_of
 from pvg.version import code_version
 
-TABLE = {"tiny": TinyWorkload}
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(WORKLOADS, "tiny", TinyWorkload)
     write_profile(tmp_path)
     return tmp_path
 
 
 def report(*overrides: str, **options: Any) -> BenchReport:
-    return run_plan(plan_bench("tiny", overrides, table=TABLE, **options), command="pvg bench").report
+    return run_plan(plan_bench("tiny", overrides, **options), command="pvg bench").report
 
 
 def schema() -> Any:

@@ -14,13 +14,14 @@ from pvg.bench.compare import better_by, gains
 from pvg.bench.planning import BenchPlan, plan_bench
 from pvg.bench.report import Samples
 from pvg.bench.runner import run_plan
-from pvg.bench.workloads import BenchSettings, Workload
+from pvg.bench.workloads import WORKLOADS, BenchSettings, Workload
 from pvg.errors import ConfigurationError, PvgError, UsageError
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(WORKLOADS, "tiny", TinyWorkload)
     write_profile(tmp_path)
     return tmp_path
 
@@ -29,7 +30,8 @@ def planned(*overrides: str, log: list[str] | None = None, **options: Any) -> Be
     def make(settings: BenchSettings) -> Workload:
         return TinyWorkload(settings, log)
 
-    return plan_bench("tiny", overrides, table={"tiny": make}, **options)
+    WORKLOADS["tiny"] = make
+    return plan_bench("tiny", overrides, **options)
 
 
 run = partial(run_plan, command="pvg bench --profile tiny")
@@ -181,7 +183,8 @@ def test_variants_that_take_turns_compute_in_one_thread(interleave: bool) -> Non
         return TinyWorkload(settings, None)
 
     sweep = "rollout.engine.max_rows=8,16,32"
-    plan = plan_bench("tiny", ["repeats=1"], table={"tiny": make}, sweep=sweep, interleave=interleave)
+    WORKLOADS["tiny"] = make
+    plan = plan_bench("tiny", ["repeats=1"], sweep=sweep, interleave=interleave)
     executors.clear()  # of the planning, which looks whether all can be made
     assert run(plan).report.status == "ok"
     assert len(executors) == 3

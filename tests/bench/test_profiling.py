@@ -18,6 +18,7 @@ from profiled_work import ProfiledWork
 
 from pvg.bench import profiling
 from pvg.bench.profiling import ProfileResult, PySpyError, profile_stage, py_spy_pass, stage_settings
+from pvg.bench.workloads import WORKLOADS
 from pvg.errors import ConfigurationError, UsageError
 
 HERE = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -32,7 +33,9 @@ def short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def profiled(folder: Path, **options: Any) -> tuple[ProfileResult, ProfiledWork]:
     work = ProfiledWork()
     settings = stage_settings("rollout", "modchain", [])
-    return profile_stage(settings, "rollout", folder, steps=2, workloads={"rollout": lambda _: work}, **options), work
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(WORKLOADS, "rollout", lambda _: work)
+        return profile_stage(settings, "rollout", folder, steps=2, **options), work
 
 
 # --- the whole -------------------------------------------------------------------------------------------------------

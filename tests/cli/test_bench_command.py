@@ -24,7 +24,7 @@ BENCH_TESTS = Path(__file__).parent.parent / "bench"
 
 @pytest.fixture(autouse=True)
 def tiny(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(WORKLOADS, "tiny", TinyWorkload)  # type: ignore[arg-type]
+    monkeypatch.setitem(WORKLOADS, "tiny", TinyWorkload)
     write_profile(empty_folder)
     return empty_folder
 
@@ -75,7 +75,7 @@ def test_an_ablation_says_what_each_switch_bought_beside_busy_processes(monkeypa
             found.append(len(busy()))
             return await super().sample(index)
 
-    monkeypatch.setitem(WORKLOADS, "tiny", Counting)  # type: ignore[arg-type]
+    monkeypatch.setitem(WORKLOADS, "tiny", Counting)
     called = pvg("bench", "-p", "tiny", "--ablate", "--beside", "2")
     assert called.code == 0, called.err
     assert found == [2] * 12  # three variants, four samples each

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -278,31 +279,26 @@ WALL_MEASURE = BenchMetric("s", "lower", "wall time of one sample")
 # --- the table of workloads -------------------------------------------------------------------------------------------
 
 MakeWorkload = Callable[["BenchSettings"], "Workload"]
-WorkloadTable = Mapping[str, MakeWorkload]
 MEMBERS = ("measures", "open", "work", "sample", "derived", "close")  # of a Workload
 
 
-def _lazily(module: str) -> MakeWorkload:
-    """The module's `make`, imported at the call, because most workloads need torch."""
-
-    def make(settings: BenchSettings) -> Workload:
-        found: Workload = importlib.import_module(f"{__name__}.{module}").make(settings)
-        return found
-
-    return make
+def _made(module: str, settings: BenchSettings) -> Workload:
+    """By the module's `make`, imported at the call, because most workloads need torch."""
+    found: Workload = importlib.import_module(f"{__name__}.{module}").make(settings)
+    return found
 
 
 NAMES = ("rollout", "trainer", "e2e", "verifier", "reading", "sync")
-WORKLOADS: WorkloadTable = {name: _lazily(name) for name in NAMES}
+WORKLOADS: dict[str, MakeWorkload] = {name: partial(_made, name) for name in NAMES}
 # Workloads that can run on vLLM servers (`--server URL`, `--serve`).
 SERVED = frozenset({"rollout", "sync", "e2e"})
 
 
-def make_workload(settings: BenchSettings, table: WorkloadTable = WORKLOADS) -> Workload:
+def make_workload(settings: BenchSettings) -> Workload:
     """The workload that the profile names. Raises ConfigurationError if a user's file does not make one."""
     name = settings.profile.profile
     if not is_reference(name):
-        return table[name](settings)
+        return WORKLOADS[name](settings)
     with _importing_from_here():
         found: Workload = called("profile", name, load("profile", name), settings)
     if missing := [member for member in MEMBERS if not hasattr(found, member)]:
