@@ -43,9 +43,6 @@ from pvg.seeds import draw_cyclic, generator_for, seed_for
 from pvg.tasks import open_task
 from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.spans import span
-from pvg.training.batch import PolicyBatch
-from pvg.training.credit import advantages, baseline_advantages, tracked_advantages
-from pvg.training.losses import policy_loss
 
 # Inputs of workloads: groups of fixed prompts, and batches of rollouts. All follow from the experiment and a seed,
 # so every sample and every variant does the same work.
@@ -85,29 +82,6 @@ def fixed_orders(experiment: Experiment, task: Task, render: Render, rollouts: i
 def drawn_rewards(rollouts: Sequence[Rollout], seed: int) -> Float32:
     """float32 [N], standard normal. The work of a step does not depend on the values, if each group has a signal."""
     return generator_for(seed, "bench", "rewards").standard_normal(len(rollouts)).astype(np.float32)
-
-
-def policy_batch(rollouts: Sequence[Rollout], rewards_N: Float32, loss: str) -> PolicyBatch:
-    """The batch as the game builds it (pvg.game.round), with the sampler's log-probs and without a reference."""
-    group_ids_N = np.array([r.group for r in rollouts], dtype=np.int32)
-    role_ids_N = np.array([r.role.number for r in rollouts], dtype=np.int8)
-    if loss == "spo":  # without tracked values
-        tokens_N = np.array([len(r.completion_ids) for r in rollouts])
-        advantages_N = tracked_advantages(rewards_N, np.zeros(len(rollouts)), tokens_N, role_ids_N)
-    elif loss == "rae":
-        advantages_N = baseline_advantages(rewards_N, np.zeros(len(rollouts)), role_ids_N)
-    else:
-        advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N, credit=policy_loss(loss).credit)
-    return PolicyBatch(
-        sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
-        prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
-        sampled_logprobs=[r.logprobs for r in rollouts],
-        reference_logprobs=None,
-        advantages_N=advantages_N,
-        role_ids_N=role_ids_N,
-        group_ids_N=group_ids_N,
-        versions_N=np.array([r.version for r in rollouts], dtype=np.int32),
-    )
 
 
 def digest_of(rows: Iterable[Int32]) -> str:

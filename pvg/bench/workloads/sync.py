@@ -42,6 +42,7 @@ from pvg.records import Int32, Role
 from pvg.rollout.dispatcher import request_seed
 from pvg.rollout.engine import Engine, GenerationRequest, Sampling
 from pvg.seeds import draw_cyclic, seed_for
+from pvg.servers.pool import together
 from pvg.servers.publishing import Publisher, SyncTiming
 from pvg.tasks import open_task
 from pvg.tasks.task import problems_of_half
@@ -120,12 +121,7 @@ class RequestStreams:
     async def run(self, keep_going: Callable[[int], bool]) -> float:
         """Run until `keep_going(requests done by this stream)` is False for every stream; returns tokens/s of all."""
         started, before = time.perf_counter(), self.tokens
-        try:
-            async with asyncio.TaskGroup() as group:
-                for stream in range(len(self.prompts)):
-                    group.create_task(self._stream(stream, keep_going))
-        except ExceptionGroup as errors:  # the streams share their engine, so they have the same error
-            raise errors.exceptions[0] from None
+        await together([self._stream(stream, keep_going) for stream in range(len(self.prompts))])
         return (self.tokens - before) / (time.perf_counter() - started)
 
     async def _stream(self, stream: int, keep_going: Callable[[int], bool]) -> None:

@@ -32,7 +32,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,10 +40,12 @@ import numpy as np
 import torch
 
 from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
-from pvg.bench.workloads.rollout import check_work, digest_of, drawn_rewards, fixed_orders, model_facts, policy_batch
+from pvg.bench.workloads.rollout import check_work, digest_of, drawn_rewards, fixed_orders, model_facts
 from pvg.config.base import Count, Section
 from pvg.errors import ConfigurationError
+from pvg.game.parts import BatchLogprobs
 from pvg.game.players import Players
+from pvg.game.rewards import credit_of
 from pvg.game.roles import prompt_renderer
 from pvg.models.logprobs import chunk_tokens, device_bytes
 from pvg.models.packing import pack_rows
@@ -52,10 +54,9 @@ from pvg.records import Int32
 from pvg.rollout.dispatcher import SampleCall
 from pvg.seeds import seed_for
 from pvg.tasks import open_task
-from pvg.telemetry.spans import span
-from pvg.training.batch import MinibatchSource, PolicyBatch, minibatches
+from pvg.training.batch import MinibatchSource, PolicyBatch, batch_of, minibatches
 from pvg.training.forward import ForwardSettings, forward_batches
-from pvg.training.losses import PolicyObjective
+from pvg.training.losses import PolicyObjective, policy_loss
 from pvg.training.trainer import OptimizerSettings, StepReport, Trainer
 
 if TYPE_CHECKING:
@@ -89,31 +90,16 @@ def make(settings: BenchSettings) -> Workload:
     return TrainerWorkload(settings, workload)
 
 
+@dataclass(frozen=True)
 class FixedSource:
-    """A BatchSource that repeats one batch forever. Each time it computes the log-probs that a step of the game
-    computes (spans: reference, recompute)."""
+    """A BatchSource that repeats one batch forever, each time with the log-probs that a step of the game computes
+    (spans: reference, recompute)."""
 
-    def __init__(
-        self, batch: PolicyBatch, players: Players, learner: LanguageModel, objective: PolicyObjective
-    ) -> None:
-        self._batch = batch
-        self._players, self._learner, self._objective = players, learner, objective
-        self._recomputed = players.rollout.logprobs == "recomputed"
+    batch: PolicyBatch
+    logprobs: BatchLogprobs
 
     async def next_batch(self) -> PolicyBatch:
-        batch, compute, objective = self._batch, self._players.compute, self._objective
-        if objective.needs_reference:
-            with span("reference", device=True):
-                reference = await compute(lambda: objective.recompute(self._players.base.module, batch))
-            batch = replace(batch, reference_logprobs=reference)
-        if self._recomputed:
-            with span("recompute", device=True):
-                sampled = await compute(lambda: objective.recompute(self._learner.module, batch))
-            batch = replace(batch, sampled_logprobs=sampled)
-        if objective.needs_start:
-            start = await compute(partial(objective.recompute, self._learner.module, batch))
-            batch = replace(batch, proximal_logprobs=start)
-        return batch
+        return await self.logprobs.add(self.batch)
 
 
 class TrainerWorkload:
@@ -151,7 +137,9 @@ class TrainerWorkload:
             ),
         )
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return policy_batch(rollouts, drawn_rewards(rollouts, workload.seed), self._experiment.training.loss.kind)
+        loss, rewards_N = self._experiment.training.loss.kind, drawn_rewards(rollouts, workload.seed)
+        advantages_N, _ = credit_of(loss, policy_loss(loss).credit).observe(rollouts, rewards_N)
+        return batch_of(rollouts, advantages_N)
 
     def _drawn(self) -> PolicyBatch:
         """The batch of `workload.shape`. The sampler's log-probs are those of uniform draws."""
@@ -178,12 +166,14 @@ class TrainerWorkload:
         precision = self._experiment.models.compute_dtype
         objective = PolicyObjective(training, self._experiment.rollout, learner.tokenizer.pad_id, precision)
         self._kl = training.kl.coefficient if objective.needs_reference else 0.0
+        recomputed = self._experiment.rollout.logprobs == "recomputed"
+        logprobs = BatchLogprobs(players, objective, learner, recomputed=recomputed)
         learner.require_gradients()
         self._trainer = Trainer(
             learner.module,
             objective,
             OptimizerSettings(learning_rate=0.0),
-            MinibatchSource(FixedSource(self._batch, players, learner, objective), training.minibatches),
+            MinibatchSource(FixedSource(self._batch, logprobs), training.minibatches),
             executor=players.executor,
             precision=precision,
             gradient_checkpointing=training.gradient_checkpointing,
