@@ -79,6 +79,11 @@ def fixed_orders(experiment: Experiment, task: Task, render: Render, rollouts: i
     ]
 
 
+def fixed_call(seed: int) -> SampleCall:
+    """The same requests in every sample."""
+    return SampleCall(0, "bench", 0, seed_for(seed, "bench", "requests", "fixed"), prefix="bench/fixed")
+
+
 def drawn_rewards(rollouts: Sequence[Rollout], seed: int) -> Float32:
     """float32 [N], standard normal. The work of a step does not depend on the values, if each group has a signal."""
     return generator_for(seed, "bench", "rewards").standard_normal(len(rollouts)).astype(np.float32)
@@ -188,10 +193,7 @@ class RolloutWorkload:
                 await self._players.publish(self._players.base.weights(), self._players.publisher.version + 1)
         before, started = self._engine.stats, time.perf_counter()
         with span("rollout"):
-            groups = await self._dispatcher.sample(
-                self._orders,
-                SampleCall(0, "bench", 0, seed_for(self._workload.seed, "bench", "requests", "fixed"), "bench/fixed"),
-            )
+            groups = await self._dispatcher.sample(self._orders, fixed_call(self._workload.seed))
         wall_s = time.perf_counter() - started
         stats = self._engine.stats.since(before)
         rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
-from pvg.bench.workloads.rollout import check_work, digest_of, drawn_rewards, fixed_orders, model_facts
+from pvg.bench.workloads.rollout import check_work, digest_of, drawn_rewards, fixed_call, fixed_orders, model_facts
 from pvg.config.base import Count, Section
 from pvg.errors import ConfigurationError
 from pvg.game.parts import BatchLogprobs
@@ -51,8 +51,6 @@ from pvg.models.logprobs import chunk_tokens, device_bytes
 from pvg.models.packing import pack_rows
 from pvg.models.sources import open_learner
 from pvg.records import Int32
-from pvg.rollout.dispatcher import SampleCall
-from pvg.seeds import seed_for
 from pvg.tasks import open_task
 from pvg.training.batch import MinibatchSource, PolicyBatch, batch_of, minibatches
 from pvg.training.forward import ForwardSettings, forward_batches
@@ -126,16 +124,8 @@ class TrainerWorkload:
     async def _sampled(self) -> PolicyBatch:
         players, workload = self._players, self._workload
         render = prompt_renderer(self._experiment.prompts, players.base.tokenizer)
-        groups = await players.dispatcher.sample(
-            fixed_orders(self._experiment, players.task, render, workload.rollouts, workload.seed),
-            SampleCall(
-                round=0,
-                source="bench",
-                step=0,
-                seed=seed_for(workload.seed, "bench", "requests", "fixed"),
-                prefix="bench/fixed",
-            ),
-        )
+        orders = fixed_orders(self._experiment, players.task, render, workload.rollouts, workload.seed)
+        groups = await players.dispatcher.sample(orders, fixed_call(workload.seed))
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         loss, rewards_N = self._experiment.training.loss.kind, drawn_rewards(rollouts, workload.seed)
         advantages_N, _ = credit_of(loss, policy_loss(loss).credit).observe(rollouts, rewards_N)

@@ -35,7 +35,7 @@ from pvg.game.players import Players
 from pvg.game.roles import Render, assign_roles, prompt_renderer
 from pvg.game.verifier_phase import optimizer_settings
 from pvg.models.heads import VerifierModel
-from pvg.records import BASE_SOURCE, Problem, Role, Rollout
+from pvg.records import BASE_SOURCE, Problem, Role
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.seeds import draw_cyclic, generator_for, seed_for
 from pvg.store.pairs import PairStream, PairView
@@ -46,7 +46,6 @@ from pvg.telemetry.spans import span
 from pvg.training.trainer import Trainer
 from pvg.verifier.data import PairSource
 from pvg.verifier.losses import PairObjective
-from pvg.verifier.scorer import ScorerStats
 
 LABEL = "mint-00000"
 
@@ -100,9 +99,10 @@ class VerifierWork:
             self._start: dict[str, Tensor] = {n: t.clone() for n, t in self._verifier.trainable_state().items()}
             render = prompt_renderer(self._experiment.prompts, players.base.tokenizer)
             problems = problems_of_half(task, "verifier")
-            self._rollouts = await _sampled(
-                players, _orders(self._experiment, problems, render, self._workload), self._workload
-            )
+            orders = _orders(self._experiment, problems, render, self._workload)
+            seed = seed_for(self._workload.seed, "bench", "mint")
+            groups = await players.dispatcher.sample(orders, SampleCall(0, BASE_SOURCE, 0, seed, prefix="bench/mint"))
+            self._rollouts = [rollout for group in groups for rollout in group.rollouts]
             self._shards = RolloutShards(folder)
             self._info: ShardInfo = self._shards.write(0, LABEL, self._rollouts)
             with closing(PairView(self._shards, [self._info])) as view:
@@ -134,7 +134,8 @@ class VerifierWork:
         with span("open_store"):
             view = PairView(self._shards, [self._info])
         with closing(view):
-            source = self._source(view)
+            stream = PairStream(view, {BASE_SOURCE: 1.0}, self._workload.seed)
+            source = self._players.pair_source(stream, self._verifier, start_step=0)
             batch = await source.next_batch()
             assert batch is not None, "a pair stream has no end"
             first_batch_s = time.perf_counter() - began
@@ -162,20 +163,9 @@ class VerifierWork:
                 await scorer.score(self._rollouts)
         warm_s = time.perf_counter() - began
         self._shown["distinct"] = cold.misses / len(self._rollouts)
-        self._shown["cache_hit_rate"] = _hit_rate(cold, scorer.stats)
+        asked = self._workload.warm_passes * len(self._rollouts)
+        self._shown["cache_hit_rate"] = (scorer.stats.hits - cold.hits) / asked
         return cold_s, warm_s
-
-    def _source(self, view: PairView) -> PairSource:
-        players = self._players
-        return PairSource(
-            PairStream(view, {BASE_SOURCE: 1.0}, self._workload.seed),
-            players.template(self._verifier),
-            self._verifier,
-            self._experiment.verifier,
-            executor=players.executor,
-            source_fingerprint=players.base.tokenizer.fingerprint,
-            precision=self._experiment.models.compute_dtype,
-        )
 
     async def _train(self, source: PairSource) -> float:
         """Pairs per second of `steps` training steps, drawing included."""
@@ -240,18 +230,3 @@ def _orders(
             if size := roles.count(role):
                 found.append(GroupOrder(problem, role, render(problem, role), 2 * place + role.number, size))
     return found
-
-
-async def _sampled(players: Players, orders: list[GroupOrder], workload: VerifierWorkSettings) -> list[Rollout]:
-    seed = seed_for(workload.seed, "bench", "mint")
-    groups = await players.dispatcher.sample(
-        orders, SampleCall(round=0, source=BASE_SOURCE, step=0, seed=seed, prefix="bench/mint")
-    )
-    return [rollout for group in groups for rollout in group.rollouts]
-
-
-def _hit_rate(before: ScorerStats, after: ScorerStats) -> float:
-    """The cache's share of the scores requested between the two moments."""
-    hits, computed = after.hits - before.hits, after.misses - before.misses
-    shared = after.shared - before.shared
-    return hits / (hits + shared + computed)
