@@ -231,20 +231,17 @@ def runs_table(runs: list[RunGlance], now: float) -> Table:
     table = Table(columns, narrow=True)
     for run in runs:
         task = "" if run.task in ("", run.experiment) else run.task
+        word, kind = state_word(run.state, run.status, bool(run.notes))
+        style = f"badge {kind}" if run.notes else PLAIN.get(run.state, f"badge {kind}")
         table.add(
             run.name,
             TableCell(run.experiment, below=task),
             "samples" if run.status == "samples" else f"{run.rounds_finished}/{run.rounds_planned or '?'}",
-            _state_cell(run),
+            TableCell(word, style),
             age(now - run.last_activity),
             byte_size(run.size_bytes),
         )
     return table
-
-
-def _state_cell(run: RunGlance) -> TableCell:
-    word, kind = state_word(run.state, run.status, bool(run.notes))
-    return TableCell(word, f"badge {kind}" if run.notes else PLAIN.get(run.state, f"badge {kind}"))
 
 
 def age(seconds: float) -> str:

@@ -247,16 +247,12 @@ def _buckets(values: Sequence[float], width: int) -> list[float]:
     return means
 
 
-def _plain_number(value: float) -> str:
-    return compact(value) if abs(value) >= 1000 else f"{value:.3g}"
-
-
 _WRITTEN: dict[NumberStyle, Callable[[float], str]] = {
     "share": percent,
     "auc": "{:.3f}".format,
     "score": "{:.2f}".format,
     "rate": compact,
-    "number": _plain_number,
+    "number": lambda value: compact(value) if abs(value) >= 1000 else f"{value:.3g}",
     "seconds": short_seconds,
     "bytes": byte_size,
 }

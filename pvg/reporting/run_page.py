@@ -254,7 +254,8 @@ MOST_PHASES = 24  # rows of the chart by phase; longer games show each phase sum
 
 def performance_section(summary: RunSummary) -> PageSection:
     body: list[object] = []
-    if budget := whole_budget(summary):
+    # All steps, and the time of the phases outside of their steps.
+    if budget := total_seconds([summary.budget, *(phase.budget for phase in summary.phases)]):
         parts = parts_table(budget, summary.busy, summary.budget)
         by_phase = [elements.subheading("By phase"), _phases(summary)]
         body = [
@@ -263,11 +264,6 @@ def performance_section(summary: RunSummary) -> PageSection:
         ]
     body.append(elements.details("Machine", machine_parts(summary)))
     return PageSection("performance", "Performance", body, _lead(summary, budget) if budget else "")
-
-
-def whole_budget(summary: RunSummary) -> dict[str, float]:
-    """Exposed seconds by part: all steps, and the time of the phases outside of their steps."""
-    return total_seconds([summary.budget, *(phase.budget for phase in summary.phases)])
 
 
 def _lead(summary: RunSummary, budget: dict[str, float]) -> str:
@@ -286,17 +282,12 @@ def _unaccounted(budget: dict[str, float]) -> str:
 def _phases(summary: RunSummary) -> Markup:
     """Every phase as a bar of its parts, all on one scale; in long games the sum over the rounds."""
     many = len(summary.phases) > MOST_PHASES
-    bars: dict[str, tuple[dict[str, float], str]] = {}
+    bars: dict[str, tuple[dict[str, float], str]] = {}  # name -> (seconds by part, remark)
     for phase in summary.phases:
         name = phase_label(phase.phase) if many else f"round {phase.round}, {phase_label(phase.phase)}"
         steps = (step.budget for step in summary.steps if (step.round, step.phase) == (phase.round, phase.phase))
         before, remark = bars.get(name, ({}, "" if phase.finished or many else "unfinished"))
         bars[name] = total_seconds([before, *steps, phase.budget]), remark
-    return budget_rows(bars)
-
-
-def budget_rows(bars: Mapping[str, tuple[Mapping[str, float], str]]) -> Markup:
-    """Budgets as bars on one scale: name -> (seconds by part, remark)."""
     longest = max((sum(budget.values()) for budget, _ in bars.values()), default=0.0)
     rows = [
         (name, budget_marks(found, longest), duration(sum(found.values())), say) for name, (found, say) in bars.items()
@@ -384,11 +375,6 @@ def _runs_table(runs: Sequence[ComparedRun]) -> Table:
     return table
 
 
-def _columns(first: str, runs: Sequence[ComparedRun]) -> list[Column]:
-    """A column of names, and one of numbers per run."""
-    return [Column(first), *(Column(run.name, "right", key=run.key) for run in runs)]
-
-
 # --- curves ------------------------------------------------------------------------------------------------------
 
 
@@ -448,7 +434,8 @@ def final_names(finals: Sequence[Mapping[str, float]]) -> list[str]:
 def _final_table(runs: Sequence[ComparedRun]) -> Table:
     """Final metrics side by side, each with the difference to the first run, and with its interval below."""
     finals = [final_metrics(run.summary) for run in runs]
-    table = Table(_columns("", runs), caption="Below a share: its 95 % interval, by problem.")
+    columns = [Column(), *(Column(run.name, "right", key=run.key) for run in runs)]
+    table = Table(columns, caption="Below a share: its 95 % interval, by problem.")
     for name in final_names(finals):
         first = finals[0].get(name)
         cells = [TableCell(metric_text(name, first)), *(_difference(name, of.get(name), first) for of in finals[1:])]

@@ -169,14 +169,11 @@ def _accepted(found: RoundScores) -> str:
 
 
 def machine_parts(summary: RunSummary) -> list[Markup]:
-    """Facts of the device, of the workers and of event-loop lag, and each change of the number of workers."""
-    return [elements.facts(machine_facts(summary)), elements.notes(_scaling_notes(summary))]
-
-
-def _scaling_notes(summary: RunSummary) -> list[tuple[str, str]]:
-    """Each change of the number of workers and its reason; of many, the last ones."""
+    """Facts of the device, of the workers and of event-loop lag, and each change of the number of workers and its
+    reason; of many, the last ones."""
     began = summary.began or summary.scaling[0].time if summary.scaling else 0.0
-    return [
+    changes = [
         (f"after {duration(change.time - began)}", f"{change.why}; {counted(change.workers, 'worker')} now")
         for change in summary.scaling[-MOST_CHANGES:]
     ]
+    return [elements.facts(machine_facts(summary)), elements.notes(changes)]

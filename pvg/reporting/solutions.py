@@ -19,7 +19,7 @@ import orjson
 from numpy.typing import NDArray
 
 from pvg.errors import StateError, counted
-from pvg.records import Role, Rollout, flaw_kind, source_of_round
+from pvg.records import BASE_SOURCE, Role, Rollout, flaw_kind, source_of_round
 from pvg.reporting.formats import phase_label
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.table import PageKind, TemplateMacros, elements, page, showable
@@ -143,7 +143,8 @@ def solution_pairs(run: RunDirectory, each: int) -> list[list[Example]]:
 
     Raises DamagedFileError when a committed shard that is looked at is damaged.
     """
-    rollouts = _newest_rollouts(run)
+    shards, infos = RolloutShards(run.path), _newest_first(committed_shards(run))
+    rollouts = next(scored_rollouts(run), None) or next(filter(None, map(shards.read, infos)), [])
     helpful: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.role is Role.HELPFUL:
@@ -164,11 +165,6 @@ def solution_pairs(run: RunDirectory, each: int) -> list[list[Example]]:
     return pairs + [[example_of(r, "a solution")] for r in alone]
 
 
-def _newest_rollouts(run: RunDirectory) -> list[Rollout]:
-    shards, infos = RolloutShards(run.path), _newest_first(committed_shards(run))
-    return next(scored_rollouts(run), None) or next(filter(None, map(shards.read, infos)), [])
-
-
 def scored_rollouts(run: RunDirectory) -> Iterator[list[Rollout]]:
     """The solutions of each round's prover, newest round first: of the evaluation, or of the last phase that has scored
     solutions. Rounds without scores are left out.
@@ -181,7 +177,8 @@ def scored_rollouts(run: RunDirectory) -> Iterator[list[Rollout]]:
         for info in _newest_first([info for info in infos if info.round == round_]):
             rollouts = shards.read(info)
             if any(rollout.score is not None for rollout in rollouts):
-                newest = max((rollout.source for rollout in rollouts if rollout.score is not None), key=_age)
+                sources = {rollout.source for rollout in rollouts if rollout.score is not None}
+                newest = max(sources, key=lambda source: (source != BASE_SOURCE, source))  # the base prover is first
                 yield [rollout for rollout in rollouts if rollout.source == newest]
                 break
 
@@ -231,11 +228,6 @@ def _newest_first(infos: Sequence[ShardInfo]) -> list[ShardInfo]:
 def phase_of(info: ShardInfo) -> str:
     """The phase that wrote a shard."""
     return info.label.rsplit("-", 1)[0]
-
-
-def _age(source: str) -> tuple[bool, str]:
-    """Orders sources: the base prover, then the rounds' provers."""
-    return source != "base", source
 
 
 def _score(rollout: Rollout) -> float:

@@ -20,7 +20,6 @@ from rich.text import Text
 from pvg.errors import counted
 from pvg.reporting.formats import (
     SHOWN,
-    BudgetPart,
     duration,
     in_order,
     metric_text,
@@ -236,11 +235,6 @@ def headline(summary: RunSummary, state: RunState | None = None) -> Text:
 NOTEWORTHY = 2e-3  # share of the time; less overlap than this gets no columns
 
 
-def box_key(part: BudgetPart) -> LegendKey:
-    """A part of a budget in a legend."""
-    return LegendKey(part.label, part.style, shape="box")
-
-
 def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[str, float]) -> Table:
     """Exposed seconds by part. If work overlapped, also the busy and the hidden seconds.
 
@@ -261,7 +255,8 @@ def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[st
     for part in in_order({**budget, **busy}):
         exposed = budget.get(part.name, 0.0)
         bar = TableCell(style=part.style, bar=exposed / largest if largest > 0 else 0.0)
-        add(TableCell(part.label, key=box_key(part)), bar, exposed, over.get(part.name, 0.0))
+        first = TableCell(part.label, key=LegendKey(part.label, part.style, shape="box"))
+        add(first, bar, exposed, over.get(part.name, 0.0))
     add(TableCell("all"), TableCell(), total, hidden)
     table.caption = "Exposed: the time that the run waited for a part."
     if len(titles) > 3:
