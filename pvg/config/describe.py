@@ -45,7 +45,8 @@ class Setting:
     def label(self) -> str:
         """The key with the kinds in short: `task (gsm8k).path`."""
         table, _, leaf = self.key.rpartition(".")
-        return f"{table} ({kinds_text(self.kinds)}).{leaf}" if self.kinds else self.key
+        more = ", ..." if len(self.kinds) > 1 else ""
+        return f"{table} ({self.kinds[0]}{more}).{leaf}" if self.kinds else self.key
 
 
 def settings() -> Iterator[Setting]:
@@ -61,11 +62,6 @@ def settings() -> Iterator[Setting]:
             default = info.get_default(call_default_factory=True) if kinds else value_of(defaults, key)
             allowed = range_text(_properties(section)[name])
             yield Setting(key, type_text(info.annotation), default, info.description or "", allowed, kinds)
-
-
-def kinds_text(kinds: tuple[str, ...]) -> str:
-    """The kinds in short."""
-    return f"{kinds[0]}, ..." if len(kinds) > 1 else kinds[0]
 
 
 def type_text(annotation: Any) -> str:

@@ -524,13 +524,6 @@ def machine_here(experiment: Experiment) -> tuple[str, float, int]:
     return name, found.total_memory / GB, torch.cuda.device_count()
 
 
-def shapes_of(experiment: Experiment, say: Say) -> tuple[ModelShape, ModelShape, ModelShape | None]:
-    """Of the prover, the verifier, and the reward's reader. Raises the errors of `read_shape`."""
-    models, reader = experiment.models, experiment.sources().get(READER)
-    prover, verifier = (read_shape(base_source(model.source), say) for model in (models.prover, models.verifier))
-    return prover, verifier, read_shape(base_source(reader), say) if reader else None
-
-
 def plan_here(
     experiment: Experiment,
     say: Say,
@@ -546,13 +539,16 @@ def plan_here(
     if gpu is not None and experiment.models.device == "auto":  # what "auto" will be there, not here
         models = experiment.models.model_copy(update={"device": "cuda" if machine_named(gpu).memory_gb else "cpu"})
         experiment = experiment.model_copy(update={"models": models})
-    prover, verifier, reader = shapes = shapes_of(experiment, say)
+    players, named = (experiment.models.prover, experiment.models.verifier), experiment.sources().get(READER)
+    prover, verifier = (read_shape(base_source(player.source), say) for player in players)
+    reader = read_shape(base_source(named), say) if named else None
     name, own_gb, count = gpu or "cpu", machine_named(gpu or "cpu").memory_gb, 1
     if not own_gb:
         name, own_gb, count = machine_here(experiment)
     inputs = Inputs.assumed(experiment, prover, verifier, MACHINES[name], reader)
     inputs.assign(given)
     memory_gb = memory_gb or own_gb
+    shapes = prover, verifier, reader
     return plan_of(experiment, inputs, *shapes, workers=workers, memory_gb=memory_gb, gpus=gpus or count)
 
 

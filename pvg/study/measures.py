@@ -206,15 +206,11 @@ def _of_a_round() -> Iterator[StudyMeasure]:
             yield StudyMeasure(name, look.label, look.style, higher, metric.meaning, read)
 
 
-def _seconds(facts: RunFacts) -> Series:
-    return [_finite(facts.summary.seconds)]
-
-
 READERS: dict[str, Read] = {
     "gain": by_round(_gain),
     "kl": by_round(_last_kl),
     "steps": by_round(lambda facts, number: float(len(_prover_steps(facts, number)))),
-    "seconds": _seconds,
+    "seconds": lambda facts: [_finite(facts.summary.seconds)],
     "worst_auc": of_evaluation(_worst_auc_of_learnt),
 }
 

@@ -29,11 +29,11 @@ from scipy.special import stdtrit
 from scipy.stats import rankdata
 
 from pvg.config.base import StrictRecord
-from pvg.errors import MissingRequirementError, PvgError, counted
+from pvg.errors import PvgError, counted
 from pvg.store.atomic import write_atomic
 from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, cap_of, capped, read_facts
-from pvg.study.plan import Cell, StudyPlan
-from pvg.study.playing import CellProgress, StudyFolder, progress_of
+from pvg.study.plan import StudyPlan
+from pvg.study.playing import StudyFolder, progress_of
 from pvg.telemetry.device import processor
 from pvg.telemetry.waits import usable_cores
 from pvg.verifier.intervals import ALIKE, holm, sign_flip_p
@@ -315,7 +315,19 @@ def collect(plan: StudyPlan, command: str) -> StudyResults:
             except PvgError as error:
                 now = replace(now, status="damaged", reason=str(error))
         found = facts.get((cell.arm, cell.seed))
-        cells.append(_cell_record(cell, now, found.summary.seconds if found else None))
+        cells.append(
+            CellRecord(
+                arm=cell.arm,
+                seed=cell.seed,
+                run=str(cell.run.path),
+                status=now.status,
+                reason=now.reason,
+                config_hash=cell.experiment.hash(),
+                code_version=now.code_version,
+                machine=now.machine,
+                seconds=found.summary.seconds if found else None,
+            )
+        )
     results = [
         result
         for measure in plan.measures
@@ -350,20 +362,6 @@ def collect(plan: StudyPlan, command: str) -> StudyResults:
         results=results,
         comparisons=comparisons,
         family=sum(found.comparison.p is not None for found in comparisons),
-    )
-
-
-def _cell_record(cell: Cell, now: CellProgress, seconds: float | None) -> CellRecord:
-    return CellRecord(
-        arm=cell.arm,
-        seed=cell.seed,
-        run=str(cell.run.path),
-        status=now.status,
-        reason=now.reason,
-        config_hash=cell.experiment.hash(),
-        code_version=now.code_version,
-        machine=now.machine,
-        seconds=seconds,
     )
 
 
@@ -423,14 +421,9 @@ def _comparisons(plan: StudyPlan, results: Sequence[MeasureResult]) -> list[Comp
 
 
 def write_results(path: Path, results: StudyResults) -> None:
-    """Write the document atomically. Raises MissingRequirementError if it cannot be written."""
-    data = orjson.dumps(
-        results.plain(), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
-    )
-    try:
-        write_atomic(path, data)
-    except OSError as error:
-        raise MissingRequirementError(f"Cannot write the results {path}: {error.strerror}.", "") from error
+    """Write the document atomically."""
+    options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+    write_atomic(path, orjson.dumps(results.plain(), option=options))
 
 
 def csv_text(results: StudyResults) -> str:
