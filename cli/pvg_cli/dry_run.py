@@ -28,7 +28,11 @@ def show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: boo
     lacking = [key for key, download in downloads.items() if download.missing]
     experiment, needs = (experiment, "") if lacking else fit(experiment)
     preview = None if lacking else prompts_of(experiment, demonstrations)
-    warmup = {} if demonstrations is None else _warmup(experiment, demonstrations)
+    warmup: dict[str, Any] = {}
+    if demonstrations is not None:  # their numbers, and how often each is trained on
+        epochs = experiment.warmup.steps * experiment.warmup.batch / len(demonstrations.train)
+        warmup = {"demonstrations": len(demonstrations.train), "held_out": len(demonstrations.held_out)}
+        warmup["epochs"] = round(epochs, 2)
     if as_json:
         facts: dict[str, Any] = {"experiment": experiment.plain(), "arithmetic": asdict(experiment.arithmetic())}
         facts |= {"hash": experiment.hash(), "run": str(plan.run.path), "resume": plan.resume, "preview": preview}
@@ -53,13 +57,6 @@ def show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: boo
         )
     where = f"The run {'would continue' if plan.resume else 'would be'} in {plan.run.path}."
     console.print(f"\n{where} All settings: pvg config show", style=QUIET)
-
-
-def _warmup(experiment: Experiment, found: Demonstrations) -> dict[str, Any]:
-    """The numbers of demonstrations, and how often each is trained on."""
-    section = experiment.warmup
-    epochs = section.steps * section.batch / len(found.train)
-    return {"demonstrations": len(found.train), "held_out": len(found.held_out), "epochs": round(epochs, 2)}
 
 
 def arithmetic_table(experiment: Experiment) -> Table:

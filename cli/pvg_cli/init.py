@@ -31,7 +31,8 @@ def init(
 
     With --protocol, its settings, a protocol, and a test. The command never replaces a file.
     """
-    written = write_scaffold(folder, scaffold_texts(folder) if protocol is None else protocol_texts(protocol))
+    own = _filled(TASK, {"@NAME@": experiment_name(folder)}) if protocol is None else protocol_texts(protocol)
+    written = write_scaffold(folder, own)
     steps = next_steps(folder, protocol)
     if as_json:
         emit({"files": [str(path) for path in written], "next": steps})
@@ -42,11 +43,6 @@ def init(
     width = max(map(len, steps))
     for command, meaning in steps.items():
         typer.echo(f"  {command:<{width}}   {meaning}")
-
-
-def scaffold_texts(folder: Path) -> dict[str, bytes]:
-    """File name -> content, of a task."""
-    return _filled(TASK, {"@NAME@": experiment_name(folder)})
 
 
 def protocol_texts(name: str) -> dict[str, bytes]:
@@ -64,6 +60,7 @@ def protocol_texts(name: str) -> dict[str, bytes]:
 
 
 def _filled(templates: Path, values: dict[str, str]) -> dict[str, bytes]:
+    """File name -> content."""
     texts = {path.name.removesuffix(".template"): path.read_text(encoding="utf-8") for path in templates.iterdir()}
     for key, value in values.items():
         texts = {name: text.replace(key, value) for name, text in texts.items()}
