@@ -16,16 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pvg.bench.compare import (
-    RatioInterval,
-    VariantGain,
-    beside_text,
-    better_by,
-    gains,
-    headline_of,
-    interleaved,
-    median,
-)
+from pvg.bench.compare import RatioInterval, beside_text, better_by, gains, headline_of, interleaved, median
 from pvg.bench.planning import plan_bench
 from pvg.bench.report import BenchReport, Samples, Variant, read_report
 from pvg.bench.workloads import WALL, find_profile
@@ -188,15 +179,12 @@ def with_unit(name: str, unit: str) -> str:
 
 def ladder_lines(report: BenchReport) -> Iterator[str]:
     headline = headline_of(report)
-    rows = [
-        (
-            f"{label_of(gain, report)}{f': {gain.says}' if gain.says else ''}",
-            number(median(gain.variant.samples[headline].values)),
-            ratio_text(gain.step, marked=True),
-            ratio_text(gain.whole),
-        )
-        for gain in gains(report)
-    ]
+    rows = []
+    for gain in gains(report):
+        label, value = gain.variant.label, median(gain.variant.samples[headline].values)
+        switch = f"`{label}`{removed(command_of(report), label)}" if "=" in label else label
+        said = f"{switch}: {gain.says}" if gain.says else switch
+        rows.append((said, number(value), ratio_text(gain.step, marked=True), ratio_text(gain.whole)))
     yield from markdown_lines(("switch", heading_of(report, headline), "gain", "in all"), "lrrr", rows)
 
 
@@ -220,11 +208,6 @@ def sweep_lines(report: BenchReport) -> Iterator[str]:
 def heading_of(report: BenchReport, metric: str) -> str:
     samples = report.variants[0].samples[metric]
     return f"{with_unit(metric, samples.unit)} {BETTER[samples.better]}"
-
-
-def label_of(gain: VariantGain, report: BenchReport) -> str:
-    label = gain.variant.label
-    return f"`{label}`{removed(command_of(report), label)}" if "=" in label else label
 
 
 def ratio_text(ratio: RatioInterval | None, *, marked: bool = False) -> str:

@@ -41,13 +41,10 @@ class Results:
         beside = (f", planned {foreseen}" if foreseen else "") + (f", goal {goal}" if goal else "")
         print(f"     {name}: {value:.4g} {unit}{beside}", flush=True)
 
-    def peak(
-        self, name: str, device: torch.device, planned: float | None = None, goal: str = "", less: int = 0
-    ) -> None:
-        """The most bytes of tensors on a GPU since `torch.cuda.reset_peak_memory_stats`, without `less`; on a CPU, the
-        peak of the whole process."""
-        cuda = device.type == "cuda"
-        found = torch.cuda.max_memory_allocated(device) - less if cuda else peak_memory()["rss_bytes"]
+    def peak(self, name: str, device: torch.device, planned: float | None = None, goal: str = "") -> None:
+        """The most bytes of tensors on a GPU since `torch.cuda.reset_peak_memory_stats`; on a CPU, the peak of the
+        whole process."""
+        found = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory()["rss_bytes"]
         self.figure(f"{name}: peak memory", found / 1e9, "GB", planned, goal)
 
     def note(self, text: str) -> None:
