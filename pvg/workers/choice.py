@@ -100,9 +100,8 @@ def _gains(experiment: Experiment) -> bool:
     here = experiment.rollout.engine.kind == "torch" and experiment.verifier.engine == "torch"
     if not models.embedded or not here or _cores() < 2 or sys.platform != "linux":
         return False
-    if experiment.verifier.verdict_tokens:  # workers do not sample verdicts
-        return False
-    return not models.on_gpu and models.device != "mps"
+    # Workers do not sample verdicts.
+    return not models.on_gpu and models.device != "mps" and not experiment.verifier.verdict_tokens
 
 
 def _cores() -> int:

@@ -87,7 +87,7 @@ class RayClient:
             async with patience(self.events, f"{what} of the Ray cluster at {self._where}", limit_s):
                 return await asyncio.shield(asyncio.wrap_future(answer))
         except TimeoutError:  # also of Ray itself
-            raise head_lost(self._where) from None
+            raise self._lost() from None
 
     @asynccontextmanager
     async def room(self, what: str, needs: Mapping[str, int], remedy: str) -> AsyncIterator[None]:
@@ -143,9 +143,15 @@ class RayClient:
             while not (await asyncio.wait([answer], timeout=PROBE_S))[0]:
                 missed += 1
                 if missed == HEAD_MISSED:
-                    raise head_lost(self._where)
+                    raise self._lost()
             if answer.exception() is not None:
-                raise head_lost(self._where)
+                raise self._lost()
+
+    def _lost(self) -> WorkerLostError:
+        return WorkerLostError(
+            f"The head of the Ray cluster at {self._where} does not answer.",
+            "Start the cluster again, unless pvg started it, and resume the run",
+        )
 
     def own_gpu(self) -> int:
         """Reserve a GPU of this machine for this process, until it leaves the cluster. Returns its number among those
@@ -231,13 +237,6 @@ def _reserved_gpu(ray: Any) -> str:
     options = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
     seen = ray.remote(lambda: ray.get_runtime_context().get_accelerator_ids()["GPU"])
     return str(*ray.get(seen.options(**options).remote(), timeout=CALL_S))
-
-
-def head_lost(address: str) -> WorkerLostError:
-    return WorkerLostError(
-        f"The head of the Ray cluster at {address} does not answer.",
-        "Start the cluster again, unless pvg started it, and resume the run",
-    )
 
 
 def open_cluster(workers: int, address: str | None, log: Callable[[str], None]) -> Any:

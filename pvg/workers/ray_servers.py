@@ -93,7 +93,6 @@ class RayServers(RayClient):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
                 await asyncio.gather(*stopping, return_exceptions=True)  # an actor may have ended
-        self._places.clear()
         (self._root / self._mark).unlink(missing_ok=True)
         await asyncio.get_running_loop().run_in_executor(None, self.end)
 
