@@ -24,6 +24,7 @@ from pvg_cli.options import (
     SetOption,
     check_folder,
     check_output,
+    parse_share,
     write_output,
 )
 
@@ -74,7 +75,7 @@ def attack(
     Static attacks are texts that must be refused, or accepted, made from correct solutions. With --train, a prover
     learns against the target. Ctrl-C and kill keep all answers; the same command goes on.
     """
-    allowed = None if fail_above is None else _share(fail_above)
+    allowed = None if fail_above is None else parse_share(fail_above)
     finished, experiment = _problems(target, task, data, (runs, round_), overrides or [], train, sandbox)
     folder = out or Path("attacks", re.sub(r"[^A-Za-z0-9._-]+", "-", target).strip("-.")[-80:] or "target")
     check_output("--markdown", markdown, b"![pvg attack:")
@@ -111,17 +112,6 @@ def attack(
     except StoppedAtStart:
         raise StoppedAtStart(f"Stopped before the attack on {target} began.", again) from None
     _print(card, folder, markdown, allowed, display.elapsed, as_json)
-
-
-def _share(text: str) -> float:
-    """`5%` or `0.05`."""
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise UsageError(f"--fail-above {text!r} is no share.", "For example: --fail-above 5%")
-    return share
 
 
 def _problems(

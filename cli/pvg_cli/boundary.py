@@ -217,13 +217,6 @@ def terminated_as_interrupted() -> contextlib.AbstractContextManager[None]:
     return handled(_interrupt, [signal.SIGTERM] if main else [])
 
 
-def _refuse_deleted_folder() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UsageError("The current folder no longer exists.", "Go to another one with cd.") from None
-
-
 class ErrorHandler:
     """Turns the exceptions of a call of `pvg` into messages and an exit code. typer itself prints a usage error."""
 
@@ -405,7 +398,10 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         handler = ctx.meta["pvg.handler"]
         with terminated_as_interrupted(), handler, kept_for_documents(handler.as_json):
-            _refuse_deleted_folder()
+            try:
+                os.getcwd()
+            except FileNotFoundError:
+                raise UsageError("The current folder no longer exists.", "Go to another one with cd.") from None
             return super().invoke(ctx)
 
 

@@ -30,7 +30,7 @@ from pvg.reporting.terminal import QUIET, section
 from pvg_cli import write_utf8
 from pvg_cli.bench_tables import number
 from pvg_cli.boundary import emit, say
-from pvg_cli.options import DebugOption, JsonOption, check_output, write_output
+from pvg_cli.options import DebugOption, JsonOption, check_output, parse_share, write_output
 from pvg_cli.output import stdout
 from pvg_cli.report import opened, place_of_page, show_runs
 
@@ -78,19 +78,6 @@ def compare(
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
-def parse_share(text: str) -> float:
-    """A share from `5%`, `5 %` or `0.05`. Raises UsageError for other text, and for 5 without %, which is ambiguous."""
-    number = text.strip()
-    percent = number.endswith("%")
-    try:
-        value = float(number.removesuffix("%")) / (100 if percent else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 100 or (value >= 1 and not percent):
-        raise UsageError(f"--fail-above {text!r} is not a share.", "Write 5% or 0.05.")
-    return value
-
-
 @user_paths()
 def _is_run(path: Path) -> bool:
     """Whether a path, or a name in the folder runs, is a run."""
@@ -115,7 +102,9 @@ CODE = ("pvg", "git_commit", "git_dirty")  # the fields of the environment that 
 
 def comparison_text(comparison: ReportComparison) -> Group:
     """The whole comparison for the terminal."""
-    parts: list[RenderableType] = [Text.assemble((comparison.name, "bold"), f"  {_counts(comparison)}")]
+    found = {verdict: len(comparison.with_verdict(verdict)) for verdict in VERDICTS}
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in found.items() if count)
+    parts: list[RenderableType] = [Text.assemble((comparison.name, "bold"), f"  {counts}")]
     parts += [Text(f"{letter}  {_side(side)}", overflow="fold") for letter, side in _sides(comparison)]
     for title, table in _differences(comparison).items():
         parts += section(title, table)
@@ -139,11 +128,6 @@ def _sides(comparison: ReportComparison) -> tuple[tuple[str, ReportSide], ...]:
 
 def _side(side: ReportSide) -> str:
     return f"{side.path}, {side.created[:16].replace('T', ' ')}, {side.code}"
-
-
-def _counts(comparison: ReportComparison) -> str:
-    found = {verdict: len(comparison.with_verdict(verdict)) for verdict in VERDICTS}
-    return ", ".join(f"{count} {verdict}" for verdict, count in found.items() if count)
 
 
 def _differences(comparison: ReportComparison) -> dict[str, Table]:

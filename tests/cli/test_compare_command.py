@@ -10,7 +10,7 @@ from made_reports import ENVIRONMENT, PROFILE, higher, lower, made_report, saved
 
 from pvg.bench.report import read_report
 from pvg.errors import UsageError
-from pvg_cli.compare import parse_share
+from pvg_cli.options import parse_share
 
 BASE = [1.00, 1.01, 0.99, 1.02, 0.98, 1.005, 0.995, 1.015]
 
