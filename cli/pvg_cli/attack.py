@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from asyncio import Event
-from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -163,7 +162,7 @@ def _cases(
 ) -> list[AttackCase]:
     """The problems with their texts; those of a run have also its stored solutions."""
     from pvg.attack.texts import cases_of_file, cases_of_task
-    from pvg.tasks import open_task
+    from pvg.tasks import opened_task
 
     if experiment is None:
         assert data is not None
@@ -175,8 +174,7 @@ def _cases(
         for rollout in OpenedRun.open(finished.run).read_rollouts(finished.round, "checkpoint"):
             if rollout.grade.well_formed:
                 stored.setdefault(rollout.problem_id, []).append((rollout.solution, rollout.grade.correct))
-    task = open_task(experiment.task)
-    with task if isinstance(task, AbstractContextManager) else nullcontext():
+    with opened_task(experiment.task) as task:
         return cases_of_task(task, problems, seed, stored)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pvg.game.task_check import PlayerModels, TaskCheck
     from pvg.game.warm_start import Demonstrations
     from pvg.reporting.table import Table
-    from pvg.tasks.task import Task
 
 MODELS = ("models.prover.source", "models.verifier.source")
 WARNING = ("warn", "yellow")
@@ -48,6 +47,7 @@ def check(
     from pvg.extensions import is_reference
     from pvg.game.task_check import ANY_TEXT, checks_of, preview
     from pvg.planning.plan import fitted_here
+    from pvg.tasks import opened_task
     from pvg.telemetry.events import QUIET_S
 
     experiment, own = experiment_of(name, overrides or []), is_reference(name)
@@ -62,7 +62,7 @@ def check(
         slow.daemon = True
         opened.callback(slow.cancel)
         slow.start()
-        task = _opened(experiment, opened)
+        task = opened.enter_context(opened_task(experiment.task))
         checks = list(checks_of(experiment, task, models))
         shown = None
         if checks[0].passed:
@@ -118,9 +118,9 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
     from pvg.game.roles import prompt_builder
     from pvg.game.task_check import open_models, preview
     from pvg.game.warm_start import tokens_of
+    from pvg.tasks import opened_task
 
-    with ExitStack() as opened:
-        task = _opened(experiment, opened)
+    with opened_task(experiment.task) as task:
         models = open_models(experiment)
         found = preview(experiment, task, models)
         for notice in found.pop("notices"):
@@ -149,15 +149,6 @@ def _tell_of_chat_templates(experiment: Experiment, models: PlayerModels | None)
     parts = {each.name for each in (models.prover, models.verifier) if each.tokenizer.layout(("user",)).parts}
     for name in sorted(parts):
         say(f"The chat template of {name} reads only lists of parts, so each message becomes a list of one text.")
-
-
-def _opened(experiment: Experiment, opened: ExitStack) -> Task:
-    from pvg.tasks import open_task
-
-    task = open_task(experiment.task)
-    if isinstance(task, AbstractContextManager):
-        opened.enter_context(task)
-    return task
 
 
 # --- for people -------------------------------------------------------------------------------------------------------

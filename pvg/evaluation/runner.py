@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -87,7 +87,7 @@ from pvg.seeds import seed_for
 from pvg.store.atomic import make_directory, remove_temporaries
 from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import find_player, open_round
-from pvg.tasks import open_task
+from pvg.tasks import opened_task
 from pvg.tasks.task import ConcealsText, LocatesFlaws, Task
 from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress, ServerNotices
 from pvg.telemetry.spans import CudaClock, Tracer, span
@@ -510,9 +510,7 @@ async def open_evaluation(
         remove_temporaries(folder)
         log = EventLog(folder / "events.log")
         stack.callback(log.close)
-        task = open_task(experiment.task)
-        if isinstance(task, AbstractContextManager):
-            stack.enter_context(task)
+        task = stack.enter_context(opened_task(experiment.task))
         notices = ServerNotices(log, observer.noticed, servers)
         playing = warmed(experiment, reading.directory, reading.state)
         players = Players(playing, task, notices, run=reading.directory.name)

@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -115,15 +115,13 @@ class FinishedRound:
         """The scorer of the round's verifier, computed by torch in this process. The caller closes it."""
         from pvg.game.players import template_of
         from pvg.models import pick_device
-        from pvg.tasks import open_task
+        from pvg.tasks import opened_task
         from pvg.verifier.scorer import VerifierScorer
 
         section, device = self.experiment.verifier, pick_device(self.experiment.models.device)
         with ExitStack() as opened:
             executor = opened.enter_context(ThreadPoolExecutor(1, "pvg-score"))
-            task = open_task(self.experiment.task)
-            if isinstance(task, AbstractContextManager):
-                opened.enter_context(task)
+            task = opened.enter_context(opened_task(self.experiment.task))
             verifier, threshold = executor.submit(self.read_verifier, device).result()
             opened.callback(verifier.close)
             return VerifierScorer(

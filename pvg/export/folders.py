@@ -41,7 +41,7 @@ from pvg.models.tokenizer import Tokenizer
 from pvg.records import Role, source_of_round
 from pvg.store.atomic import disk_full_explained, make_directory, share_weights, temporary_beside
 from pvg.store.run_players import WARMED_PROVER, adapter_name
-from pvg.tasks import open_task
+from pvg.tasks import opened_task
 from pvg.tasks.task import ConcealsText
 from pvg.verifier.intervals import Estimate, share_of
 
@@ -280,6 +280,8 @@ def _write_verifier(finished: FinishedRound, folder: Path) -> dict[str, Any]:
         if write is None:
             raise _no_form("a verifier head from a file of your own", "Score with pvg score or pvg serve")
         section, calibration = finished.experiment, finished.calibration()
+        with opened_task(section.task) as task:
+            conceals = isinstance(task, ConcealsText)  # it hides a part of each solution from the verifier
         facts = {
             **_common(finished, "verifier", section.models.verifier.source),
             "head": section.verifier.head.kind,
@@ -287,7 +289,7 @@ def _write_verifier(finished: FinishedRound, folder: Path) -> dict[str, Any]:
             "score_bias": 0.0,
             "calibration": None if calibration is None else {"slope": calibration.slope, "offset": calibration.offset},
             "template": exported_template(section, verifier.tokenizer),
-            "conceals_text": _conceals(finished),
+            "conceals_text": conceals,
         }
         write(verifier, folder, facts)
         (folder / LOADER).write_text(loader_source(), encoding="utf-8")
@@ -320,15 +322,6 @@ def exported_template(experiment: Experiment, tokenizer: Tokenizer) -> dict[str,
 
 def _no_form(what: str, remedy: str) -> ConfigurationError:
     return ConfigurationError(f"This run has {what}, which has no form that transformers can open.", f"{remedy}.")
-
-
-def _conceals(finished: FinishedRound) -> bool:
-    """Whether the task hides a part of each solution from the verifier."""
-    from contextlib import AbstractContextManager, nullcontext
-
-    task = open_task(finished.experiment.task)
-    with task if isinstance(task, AbstractContextManager) else nullcontext():
-        return isinstance(task, ConcealsText)
 
 
 def _write_scalar(verifier: VerifierModel, folder: Path, facts: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -52,7 +52,7 @@ from pvg.rollout.decoding import check_decoding, check_layers
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.seeds import seed_for
 from pvg.store.run_directory import RunDirectory
-from pvg.tasks import open_task
+from pvg.tasks import opened_task
 from pvg.tasks.task import HasNote, Task
 from pvg.telemetry.device import GpuUnavailableError, gpu_number
 from pvg.telemetry.events import Observer, ServerNotices
@@ -249,9 +249,7 @@ async def open_session(
     tracer = Tracer()
     stack.enter_context(tracer.drive())
     with user_paths(), span("open_models"):
-        task = open_task(experiment.task)
-        if isinstance(task, AbstractContextManager):
-            stack.enter_context(task)
+        task = stack.enter_context(opened_task(experiment.task))
         check_truth(experiment.game.stop, task)
         ledger = Ledger(run, experiment, code_version())
         stack.callback(ledger.close)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import orjson
 
@@ -38,6 +38,14 @@ def open_task(section: TaskSection) -> Task:
     """
     task: Task = imported(TASKS[section.kind])(section)
     return task
+
+
+@contextmanager
+def opened_task(section: TaskSection) -> Iterator[Task]:
+    """`open_task`, and at the end the release of what the task holds."""
+    task = open_task(section)
+    with task if isinstance(task, AbstractContextManager) else nullcontext():
+        yield task
 
 
 # Digests of a task's problems, to compare two processes: a run continues in another process than it began in.
@@ -74,8 +82,7 @@ def print_digests() -> None:
     from pvg.config.sections import AllSections
 
     try:
-        task = open_task(AllSections.model_validate({"task": orjson.loads(sys.stdin.buffer.read())}).task)
-        with task if isinstance(task, AbstractContextManager) else nullcontext():
+        with opened_task(AllSections.model_validate({"task": orjson.loads(sys.stdin.buffer.read())}).task) as task:
             print(orjson.dumps({split: digest_of(task.problems(split)) for split in ("train", "test")}).decode())
     except PvgError as error:
         sys.exit(error.message)
