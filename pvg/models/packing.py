@@ -278,7 +278,7 @@ class Trie:
         if prompts_alone:
             keys = [np.where(np.arange(len(key)) < prompts_N[n], key, -1 - n) for n, key in enumerate(keys)]
         order = np.array(sorted(range(len(rows)), key=[key.tobytes() for key in keys].__getitem__), dtype=np.int64)
-        common_N = np.array([0, *(_common(keys[one], keys[other]) for one, other in itertools.pairwise(order))])
+        common_N = np.array([0, *(common_tokens(keys[one], keys[other]) for one, other in itertools.pairwise(order))])
         # J hosts. The rows before each in the order begin it.
         ends_J = np.flatnonzero(np.append(common_N[1:] < lengths_N[order][:-1], True))
         begins_J = np.append(0, ends_J[:-1] + 1)
@@ -348,7 +348,7 @@ class Trie:
         return np.concatenate([rows[row][start:end] for row, start, end in parts])
 
 
-def _common(one: Int32, other: Int32) -> int:
+def common_tokens(one: Int32, other: Int32) -> int:
     """The tokens with which both begin."""
     size = min(len(one), len(other))
     differ = one[:size] != other[:size]

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from pvg.models.compute import KEPT_BYTES, return_freed_memory
-from pvg.models.packing import pad_right, token_budget_batches
+from pvg.models.packing import common_tokens, pad_right, token_budget_batches
 from pvg.records import Float32, Int32
 from pvg.rollout.decoding import PREFILL_TOKENS, DecodedRow, DecodingJob, RunningRows, TurnResult, finished_row
 from pvg.rollout.engine import GenerationRequest
@@ -57,7 +57,7 @@ def shared_parts(prompts: Sequence[Int32]) -> list[list[SharedPart]]:
     Without shared parts there is one level, in the order of the prompts."""
     # The bytes of numbers that are not negative have the order of the numbers, if the high byte is the first one.
     order = sorted(range(len(prompts)), key=lambda number: prompts[number].astype(">i4").tobytes())
-    common = [_common(prompts[one], prompts[next_]) for one, next_ in pairwise(order)]
+    common = [common_tokens(prompts[one], prompts[next_]) for one, next_ in pairwise(order)]
     levels: list[list[SharedPart]] = [[]]
 
     def add(low: int, high: int, start: int, end: int, level: int) -> None:
@@ -82,13 +82,6 @@ def shared_parts(prompts: Sequence[Int32]) -> list[list[SharedPart]]:
 
     split(0, len(order), 0, 0)
     return [sorted(level, key=lambda part: part.prompts[0]) for level in levels]
-
-
-def _common(one: Int32, other: Int32) -> int:
-    """The number of tokens with which both begin."""
-    length = min(len(one), len(other))
-    different = np.flatnonzero(one[:length] != other[:length])
-    return int(different[0]) if len(different) else length
 
 
 def prefill_rows(decoder: LeanDecoder, cache: LeanCache, prefix_of: Mapping[int, Int32]) -> None:

@@ -287,7 +287,7 @@ class Expression(AnswerGrader):
 
     def reference(self, answer: str) -> str:
         if value_of(answer) is None:
-            raise ValueError(f"the answer {_short(answer)} is not an arithmetic expression with a value")
+            raise ValueError(f"the answer {shortened(repr(answer))} is not an arithmetic expression with a value")
         return answer.strip()
 
     def same(self, first: str, second: str) -> bool:
@@ -316,7 +316,7 @@ class Number(AnswerGrader):
             return answer.strip()
         found = extract(answer)
         if found is None or found.marker != "####":
-            raise ValueError(f"the answer {_short(answer)} is not a number, and does not end in '#### NUMBER'")
+            raise ValueError(f"the answer {shortened(repr(answer))} is not a number, and does not end in '#### NUMBER'")
         return found.text
 
     def same(self, first: str, second: str) -> bool:
@@ -366,7 +366,7 @@ class Choice(AnswerGrader):
     def reference(self, answer: str) -> str:
         found = LETTERS_ALONE.fullmatch(answer)
         if found is None:
-            raise ValueError(f"the answer {_short(answer)} is not a letter from A to J")
+            raise ValueError(f"the answer {shortened(repr(answer))} is not a letter from A to J")
         return found["letter"].upper()
 
     def grade(self, reference: str, completion: str) -> Grade:
@@ -438,10 +438,6 @@ class Regex(AnswerGrader):
         return Grade(False, False, note=f"none of the last {REGEX_LINES} lines fits task.pattern")
 
 
-def _short(answer: str) -> str:
-    return repr(answer if len(answer) <= 40 else answer[:37] + "...")
-
-
 REMEDY = "Give --data or task.path a .jsonl, .csv or .parquet file, a folder with train and test, or hf:OWNER/DATASET."
 HELD_OUT = 10  # one of so many training problems becomes a test problem if there is no test file
 ID_DIGITS = 16  # hex digits of an id
@@ -510,7 +506,12 @@ class Data:
         train = self._rows(self._train)
         if self._test:
             test = self._rows(self._test)
-            _refuse_shared(train, test)
+            for question, row in test.items():
+                if question in train:
+                    raise ConfigurationError(
+                        f"{row.place}: this test question is also a training question ({train[question].place}).",
+                        "Remove one of the two rows.",
+                    )
         else:
             test = {question: row for question, row in train.items() if _held_out(question)}
             train = {question: row for question, row in train.items() if question not in test}
@@ -589,15 +590,6 @@ def _text(row: dict[str, object], column: str, key: str, place: str) -> str:
     if complaint:
         raise ConfigurationError(f"{place}: the column {column!r} {complaint}.", "Correct the row, or remove it.")
     return str(value)
-
-
-def _refuse_shared(train: dict[str, DataRow], test: dict[str, DataRow]) -> None:
-    for question, row in test.items():
-        if question in train:
-            raise ConfigurationError(
-                f"{row.place}: this test question is also a training question ({train[question].place}).",
-                "Remove one of the two rows.",
-            )
 
 
 def digest_of(question: str) -> str:

@@ -75,8 +75,8 @@ def drawn_orders(board: Board, position: Position, power: int, generator: np.ran
     orders: dict[int, Order] = {}
     wanted = {centre for centre, owner in zip(board.centres, position.owners, strict=True) if owner != power}
     for at in shuffled:
-        order = _greedy(board, legal[at], wanted) if generator.random() < GREEDY else None
-        if order is not None:
+        greedy = (o for o in legal[at] if o.act == "move" and board.province_of[o.target] in wanted)
+        if generator.random() < GREEDY and (order := next(greedy, None)) is not None:
             wanted -= {board.province_of[order.target]}
             orders[at] = order
     moves = {(board.province_of[at], board.province_of[order.target]) for at, order in orders.items()}
@@ -88,11 +88,6 @@ def drawn_orders(board: Board, position: Position, power: int, generator: np.ran
             own = [order for order in legal[at] if not alone or order.act in ("hold", "move")]
             orders[at] = _any(helping if support else own, generator)
     return list(orders.values())
-
-
-def _greedy(board: Board, orders: Sequence[Order], wanted: set[int]) -> Order | None:
-    """The first move to one of the provinces `wanted`."""
-    return next((o for o in orders if o.act == "move" and board.province_of[o.target] in wanted), None)
 
 
 def _any(orders: Sequence[Order], generator: np.random.Generator) -> Order:
