@@ -147,13 +147,12 @@ def card_page(card: RobustnessCard) -> str:
         elements.facts([*shares, *sources(card)]),
         elements.notes(summary_lines(card)[1:]),
     ]
-    examples = [
-        elements.details(
-            f"{found.name}: {estimate_text(found.accepted)} accepted", [_about(found), _table(found.examples)]
-        )
-        for found in card.attacks
-        if found.examples
-    ]
+    examples = []
+    for found in card.attacks:
+        if found.examples:
+            about = elements.note(f"{found.reason} Source: {found.source}. Its texts are {_truth(found)}.")
+            summary = f"{found.name}: {estimate_text(found.accepted)} accepted"
+            examples.append(elements.details(summary, [about, _table(found.examples)]))
     trained = [] if card.trained is None else [elements.note(_trained(card.trained)), _table(card.trained.examples)]
     sections = [
         PageSection("attacks", "Attacks", [attack_table(card)]),
@@ -161,10 +160,6 @@ def card_page(card: RobustnessCard) -> str:
         PageSection("examples", "Worst examples", examples, "The shortest texts on which the target was wrong."),
     ]
     return page(f"{visible(card.target)}: pvg attack", header, sections)
-
-
-def _about(found: AttackResult) -> object:
-    return elements.note(f"{found.reason} Source: {found.source}. Its texts are {_truth(found)}.")
 
 
 def _table(examples: Sequence[AttackExample]) -> Table:

@@ -62,7 +62,7 @@ def evaluation_section(report: EvaluationReport | None) -> PageSection:
     )
     body = [
         elements.notes([*unfinished, *_stale(report), *report.notes]),
-        elements.grid(evaluation_charts(report)),
+        elements.grid([chart(report) for chart in CHARTS]),  # each is empty where its part was not measured
         *_cross_maps(report),
         *folded_tables(report),
     ]
@@ -303,12 +303,6 @@ ROWS: dict[str, Callable[[EvaluationReport], Rows]] = {
 # --- charts ------------------------------------------------------------------------------------------------------
 
 
-def evaluation_charts(report: EvaluationReport) -> list[Markup]:
-    """Empty where a part was not measured."""
-    charts = (_fooled_chart, _auc_chart, _roc_chart, _balanced_chart, _natural_chart, _reliability_chart, _tax_chart)
-    return [chart(report) for chart in charts]
-
-
 def _line(name: str, style: str, points: Iterable[tuple[float | None, Estimate]], dash: str = "") -> ChartLine:
     """A line through the numbers that have a value, with their intervals."""
     known = [(x, n.value, n.low, n.high) for x, n in points if x is not None and n.value is not None]
@@ -458,3 +452,6 @@ def _cross_maps(report: EvaluationReport) -> list[Markup]:
         maps.append(chart.figure(title, drawn, unit))
     heading = elements.subheading("Cross-play of checkpoints", "On the test samples that the game stored.")
     return [heading, chart.heats(maps), elements.note(CROSS_READING)]
+
+
+CHARTS = (_fooled_chart, _auc_chart, _roc_chart, _balanced_chart, _natural_chart, _reliability_chart, _tax_chart)

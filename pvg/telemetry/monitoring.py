@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pvg.config.operation import Telemetry
-from pvg.telemetry.alerts import Alert, AlertKind
+from pvg.telemetry.alerts import Alert
 from pvg.telemetry.device import DeviceSampler
 from pvg.telemetry.sinks import (
     AlertCommand,
@@ -245,7 +245,8 @@ class Monitoring:
             message = f"No step has ended for {waited:.0f} s: the run is stuck, or its steps take that long."
             self._begin(Alert("stall", message))
         else:
-            self._end("stall")
+            with self._holding:
+                self._held.discard("stall")
 
     def _begin(self, alert: Alert) -> None:
         """Announce and record an alert from any thread, unless it already holds."""
@@ -255,10 +256,6 @@ class Monitoring:
             self._held.add(alert.name)
         self._guarded(self._announce, alert)
         self._in_loop(self._guarded, self._alert, alert)
-
-    def _end(self, name: AlertKind) -> None:
-        with self._holding:
-            self._held.discard(name)
 
     def _record_lags(self) -> None:
         if (window := self._lag.take()) is not None:
