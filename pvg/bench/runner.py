@@ -244,24 +244,19 @@ def busy_processes(count: int) -> Iterator[list[int]]:
 
     Each has its own session, because Linux divides the cores between sessions first (autogroup), and a program in
     another terminal has its own session too."""
+    command = [sys.executable, "-I", "-S", "-c", BUSY]
     with ExitStack() as stack:
-        processes = [stack.enter_context(_busy_process()) for _ in range(count)]
+        processes = []
+        for _ in range(count):
+            process = stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            )
+            stack.callback(process.kill)  # before the end of its own block, which closes the pipes and waits
+            processes.append(process)
         for process in processes:
             assert process.stdout is not None
             process.stdout.readline()  # it has begun
         yield [process.pid for process in processes]
-
-
-@contextmanager
-def _busy_process() -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-I", "-S", "-c", BUSY]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    ) as process:  # closes the pipes and waits, last of all
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 # --- all variants of one call of `pvg bench`, and their report --------------------------------------------------------
@@ -302,9 +297,7 @@ def run_plan(
             device_clock=clock,
         )
 
-    infos: list[ServerInfo] = []
-    if not plan.serve:
-        infos = _look_at_servers(plan)
+    infos = [] if plan.serve else _look_at_servers(plan)
     with busy_processes(profile.beside):
         trials = _run_on_own_servers(plan, trial, infos, on_server) if plan.serve else _run_here(plan, trial)
     variants, works = _results(trials, plan.kind)
@@ -408,19 +401,14 @@ def _results(trials: Sequence[VariantTrial], kind: Kind) -> tuple[tuple[Variant,
         if variant.status == "ok":
             first = next(iter(works.values()), work)
             if kind == "ablation" and work != first:
-                trial.error = ChangedWorkError(
-                    f"Its work differs from that of {next(iter(works))!r}: {_differing(first, work)}."
-                )
+                keys = sorted(key for key in first.keys() | work.keys() if first.get(key) != work.get(key))
+                differing = ", ".join(f"{key} is {work.get(key)}, not {first.get(key)}" for key in keys)
+                trial.error = ChangedWorkError(f"Its work differs from that of {next(iter(works))!r}: {differing}.")
                 variant, _ = trial.result()
             else:
                 works[variant.label] = work
         variants.append(variant)
     return tuple(variants), works
-
-
-def _differing(first: dict[str, Any], other: dict[str, Any]) -> str:
-    keys = [key for key in first.keys() | other.keys() if first.get(key) != other.get(key)]
-    return ", ".join(f"{key} is {other.get(key)}, not {first.get(key)}" for key in sorted(keys))
 
 
 def common_work(works: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -442,7 +430,6 @@ def on_loop(work: Coroutine[Any, Any, T]) -> T:
 def cuda_clock(settings: BenchSettings) -> CudaClock | None:
     """A clock for CUDA if the models run there. Imports torch."""
     from pvg.models import pick_device
-    from pvg.telemetry.spans import CudaClock
 
     device = pick_device(settings.experiment.models.device)
     return CudaClock(device) if device.type == "cuda" else None
