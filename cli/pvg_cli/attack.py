@@ -74,7 +74,7 @@ def attack(
     Static attacks are texts that must be refused, or accepted, made from correct solutions. With --train, a prover
     learns against the target. Ctrl-C and kill keep all answers; the same command goes on.
     """
-    allowed = None if fail_above is None else parse_share(fail_above)
+    allowed = None if fail_above is None else parse_share(fail_above, most=1.0)
     finished, experiment = _problems(target, task, data, (runs, round_), overrides or [], train, sandbox)
     folder = out or Path("attacks", re.sub(r"[^A-Za-z0-9._-]+", "-", target).strip("-.")[-80:] or "target")
     check_output("--markdown", markdown, b"![pvg attack:")

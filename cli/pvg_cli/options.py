@@ -71,15 +71,16 @@ def check_output(option: str, path: Path | None, mark: bytes, *inputs: Path) -> 
     refuse_foreign(path, mark, f"Give another file: {option} FILE")
 
 
-def parse_share(text: str) -> float:
-    """A share from `5%`, `5 %` or `0.05`. Raises UsageError for other text, and for 5 without %, which is ambiguous."""
+def parse_share(text: str, most: float = 100.0) -> float:
+    """A share from `5%`, `5 %` or `0.05`. Raises UsageError for other text, for more than `most`, and for 5 without %,
+    which is ambiguous."""
     number = text.strip()
     percent = number.endswith("%")
     try:
         value = float(number.removesuffix("%")) / (100 if percent else 1)
     except ValueError:
         value = -1.0
-    if not 0 <= value < 100 or (value >= 1 and not percent):
+    if not 0 <= value <= most or (value >= 1 and not percent):
         raise UsageError(f"--fail-above {text!r} is not a share.", "Write 5% or 0.05.")
     return value
 

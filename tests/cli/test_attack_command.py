@@ -189,6 +189,7 @@ def test_the_wait_for_a_server_that_is_away_is_said_before_the_error(monkeypatch
         ("mine.py --data sums.jsonl", "mine.py names no function"),
         ("mine.py:exat --data sums.jsonl", "does not define 'exat'"),
         ("mine.py:exact --data sums.jsonl --fail-above lots", "is not a share"),
+        ("mine.py:exact --data sums.jsonl --fail-above 150%", "is not a share"),
         ("mine.py:exact --data sums.jsonl --template no.txt", "no.txt"),
         ("mine.py:exact --data sums.jsonl --template mine.py", "has no place for the solution"),
         ("no-run", "There is no run 'no-run'"),
