@@ -151,18 +151,24 @@ def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Pa
     """Write the page of a run, and the page with all its solutions beside it. Returns the second one; None if the run
     has no solutions yet, or if the page goes to a device such as /dev/stdout."""
     from pvg.reporting.run_page import collect, run_page
-    from pvg.reporting.solutions import rollouts_file, stored_rollouts
     from pvg.reporting.table import write_page
 
-    rollouts = None
-    if page.is_file() or page.is_dir() or not page.exists():
-        beside, stored = own_page(_beside(page), _elsewhere([run])), stored_rollouts(run, summary)
-        if stored.count:
-            rollouts = beside
-            write_page(beside, rollouts_file(stored, run, summary, page.name), _elsewhere([run]))
+    device = page.exists() and not page.is_file() and not page.is_dir()
+    rollouts, text = (None, None) if device else _rollouts_page(run, summary, page)
     data = replace(collect(run, summary, examples), rollouts=rollouts.name if rollouts else "", state=state)
     write_page(page, run_page(data), _elsewhere([run]))
+    if rollouts is not None and text is not None:
+        write_page(rollouts, text, _elsewhere([run]))
     return rollouts
+
+
+def _rollouts_page(run: RunDirectory, summary: RunSummary, page: Path) -> tuple[Path | None, str | None]:
+    """The file of the page with all solutions, and its text; None for both without solutions."""
+    from pvg.reporting.solutions import rollouts_file, stored_rollouts
+
+    beside = own_page(_beside(page), _elsewhere([run]))
+    stored = stored_rollouts(run, summary)
+    return (beside, rollouts_file(stored, run, summary, page.name)) if stored.count else (None, None)
 
 
 def _or_warn(read: Callable[[], Read]) -> Read | None:

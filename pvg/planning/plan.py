@@ -587,7 +587,7 @@ def fitted_here(
     for stage in plan.memory:
         key = dict(zip(STAGES, FITTED, strict=True))[stage.stage]
         part = ACTIVATIONS if stage.positions else "KV cache"
-        if key in chosen or stage.place == "server":
+        if key in chosen or stage.place == "server" or not stage.parts[part]:  # then fewer tokens would save nothing
             continue
         fixed_gb = (stage.total - stage.parts[part]) / GB
         spare_gb = min(CPU_SHARES_GB[part], (usable_memory()[1] / GB - fixed_gb) / 2)
