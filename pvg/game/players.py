@@ -30,7 +30,7 @@ from pvg.models.compute import ComputeExecutor, allow_tf32, compute_executor, wi
 from pvg.models.heads import GenerativeHead, VerifierModel
 from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.logprobs import refuse_without_head
-from pvg.models.sources import Rounds, open_verifier
+from pvg.models.sources import Rounded, open_verifier
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Role
 from pvg.rollout import EngineSetup, open_engine
@@ -310,16 +310,16 @@ class Players:
         `attach_adapters` and `build_verifier` raise."""
         section, models = self._experiment.verifier, self._experiment.models
         # The proof that servers have the initial weights computes them in their own precision.
-        rounds: Rounds = "start" if self.verifier_serving is None else "none"
-        return open_verifier(section, models, self.seed, self.device, self.base, round_, member, like, rounds)
+        rounded: Rounded = "reference" if self.verifier_serving is None else "none"
+        return open_verifier(section, models, self.seed, self.device, self.base, round_, member, like, rounded)
 
     def open_frozen_verifier(self, like: VerifierModel | None = None) -> VerifierModel:
         """One for a prover phase: on the CPU if workers or servers compute its scores, and this process nothing."""
         elsewhere, experiment = self.workers is not None or self.verifier_serving is not None, self._experiment
         trains, section = experiment.game.schedule.kind == "simultaneous", experiment.verifier
         device = torch.device("cpu") if elsewhere and not trains else self.device
-        rounds: Rounds = "none" if elsewhere else "start" if trains else "all"
-        return open_verifier(section, self.models, self.seed, device, self.base, like=like, rounds=rounds)
+        rounded: Rounded = "none" if elsewhere else "reference" if trains else "all"
+        return open_verifier(section, self.models, self.seed, device, self.base, like=like, rounded=rounded)
 
     def divided_workers(self) -> AbstractContextManager[None]:
         """Divides the duties of the workers (`cluster.trainers`): for a phase in which the prover trains on rollouts

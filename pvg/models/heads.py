@@ -165,7 +165,7 @@ class VerifierModel(nn.Module, ABC):
             self._loaded = ""
             round_products(self._language_model.module, precision)
 
-    def round_start(self, precision: DataType) -> None:
+    def round_reference(self, precision: DataType) -> None:
         """As `freeze`, for a copy of the weights that training never changes. Most heads have none."""
 
     def start_elsewhere(self, seed: int) -> None:
@@ -285,7 +285,7 @@ class ImplicitHead(VerifierModel):
         with torch.no_grad():
             return self._summed(self.start, input_ids_BL, lengths_B, prompt_lengths_B, packed)
 
-    def round_start(self, precision: DataType) -> None:
+    def round_reference(self, precision: DataType) -> None:
         if self._reference_model is not None:
             round_products(self._reference_model.module, precision, head=True)
 

@@ -364,7 +364,7 @@ def open_learner(players: BaseProver, round_: int, device: torch.device | None =
     return attach_adapters(players.base, adapters.rank, adapters.alpha, seed_for(players.seed, round_, "adapters"))
 
 
-Rounds = Literal["none", "start", "all"]
+Rounded = Literal["none", "reference", "all"]
 
 
 def open_verifier(
@@ -376,10 +376,10 @@ def open_verifier(
     round_: int = 0,
     member: int = 0,
     like: VerifierModel | None = None,
-    rounds: Rounds = "none",
+    rounded: Rounded = "none",
 ) -> VerifierModel:
     """See `pvg.game.players.Players.open_verifier`. `seed`: the run's. Without `base`, a verifier that adapts it opens
-    its own copy. `rounds`: the weights that stay, and that nothing reads but passes in the precision of `models`."""
+    its own copy. `rounded`: weights that nothing trains, and only passes in the precision of `models` read."""
     head_seed, seed = seed_for(seed, "verifier-head"), seed_for(seed, round_, "verifier-start", member)
     if not section.adapters.rank:
         model = open_source(models.verifier, device, models.dtype)
@@ -397,9 +397,9 @@ def open_verifier(
         verifier.share_with(like)
     if member:  # the first member equals a verifier without an ensemble
         verifier.start_elsewhere(seed)
-    if rounds != "none" and not section.adapters.rank:
-        verifier.round_start(models.compute_dtype)
-        if rounds == "all":
+    if rounded != "none" and not section.adapters.rank:
+        verifier.round_reference(models.compute_dtype)
+        if rounded == "all":
             verifier.freeze(models.compute_dtype)
     return verifier
 

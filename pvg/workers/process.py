@@ -158,8 +158,8 @@ class Worker:
         return TrainedModel(verifier, verifier, objective, training)
 
     def _open_verifier(self, like: VerifierModel | None = None) -> VerifierModel:
-        section, models = self.experiment.verifier, self.experiment.models
-        return open_verifier(section, models, self.experiment.seed, self._device, self.base, like=like, rounds="start")
+        game, device = self.experiment, self._device
+        return open_verifier(game.verifier, game.models, game.seed, device, self.base, like=like, rounded="reference")
 
     def _open_scorer(self, fields: Mapping[str, Any]) -> ScoringModel:
         members = [self._open_verifier()]

@@ -382,7 +382,7 @@ def test_a_frozen_verifier_has_linear_layers_in_the_precision_of_passes_and_the_
 
     models = [verifier(head), verifier(head)]
     plain, frozen = models
-    frozen.round_start("bfloat16")
+    frozen.round_reference("bfloat16")
     frozen.freeze("bfloat16")
     frozen.load_trainable_state(plain.trainable_state())
     assert frozen.version() == plain.version()
