@@ -251,7 +251,7 @@ def busy_processes(count: int) -> Iterator[list[int]]:
             process = stack.enter_context(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
             )
-            stack.callback(process.kill)  # before the end of its own block, which closes the pipes and waits
+            stack.callback(process.kill)  # runs first; then the process closes its pipes and waits
             processes.append(process)
         for process in processes:
             assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""The thread in which a process computes, and how many threads torch uses in it.
+"""How a process computes: its thread and torch's threads, freed memory, precision, products and attention.
 
 Each operation ends in a barrier where every thread waits for all others. On a busy machine the kernel often suspends
 one of them, and the barrier takes milliseconds, while an operation of a small model takes 0.01 to 0.5 ms. So narrow
@@ -119,9 +119,9 @@ UNCHANGED = re.compile(
 
 
 def leave_in_files(weights: Sequence[Tensor]) -> None:
-    """If they are more than KEPT_BYTES, let weights that are mapped from files, as safetensors are, take no memory
-    until they are read again, from the system's cache of files or from the disk. Those of a file stay if one of them
-    has changed, and wherever this process may not read its list. Nobody may change them meanwhile."""
+    """Free the memory of weights that are mapped from files, as safetensors are, if they are more than KEPT_BYTES. The
+    next read takes them from the system's cache of files, or from the disk. If one weight of a file has changed, all of
+    that file stay. Nothing happens where this process cannot read MAPPINGS. No thread may change weights meanwhile."""
     here = [weight for weight in weights if weight.device.type == "cpu"]
     if sum(weight.nbytes for weight in here) > KEPT_BYTES and os.access(MAPPINGS, os.R_OK):
         starts = {weight.data_ptr() for weight in here}
@@ -224,12 +224,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 # Products in float32 on a processor by AMD with AVX-512. There torch's library for float32 (MKL) uses half of the
-# vector units. oneDNN, which torch has for 16 bits, uses all of them, and takes half the time. In its results a row
-# depends neither on its place nor on the number of rows, from two rows on. These products need no graph: they are for
-# passes without a gradient, and the inside of autograd functions.
+# vector units. oneDNN, which torch has for 16 bits, uses all of them (docs/benchmarks.md, the step of SmolLM2-135M). In
+# its results a row does not depend on the other rows, if there are two or more. Autograd does not know these products:
+# use them in passes without a gradient, and inside of autograd functions.
 
-# Multiplications of a product. In smaller ones oneDNN would lose more than it saves: it compiles one for each number of
-# rows, in 0.2 to 0.5 ms.
+# Multiplications of a product. In smaller ones oneDNN loses time: it compiles one for each number of rows.
 LEAST_BY_ONEDNN = 2**24
 
 
@@ -250,7 +249,7 @@ def projected(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> 
 
 
 def projected_alike(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """As `projected`, but a row's bits do not depend on the number of rows, if they do not in torch."""
+    """As `projected`, but the number of rows does not decide which library computes."""
     if not _suits(x_NI, weight_OI, rows=1):
         return linear(x_NI, weight_OI, bias_O)
     return _by_onednn(x_NI if len(x_NI) != 1 else x_NI.expand(2, -1), weight_OI, bias_O)[: len(x_NI)]
@@ -272,8 +271,7 @@ def product(x_NK: Tensor, y_KM: Tensor) -> Tensor:
     return projected(x_NK, y_KM.t()) if _suits(x_NK, y_KM) else x_NK @ y_KM
 
 
-# Attention. Of short sequences in 16 bits, torch's kernel for CPUs is slow: its backward pass of 16 segments of 13
-# tokens, which see 59, takes 7 times as long as these products in float32, whose gradients are also more exact.
+# Attention. torch's kernel for CPUs has a slow backward pass for short sequences in 16 bits, so products replace it.
 HALVES = (torch.bfloat16, torch.float16)
 LARGEST_SCORES = 2**22  # of a sequence, all heads together; with more, torch's kernel is faster
 SCORES_AT_ONCE = 2**19  # so that the processor's cache holds them

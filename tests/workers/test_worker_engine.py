@@ -34,7 +34,7 @@ def request(group: int) -> GenerationRequest:
 
 
 class ForgetfulSupply(AnsweringSupply):
-    """Its first worker ends when it is told of a second cut. `cut`: what the blocks that they get say of it."""
+    """The first worker ends when it gets a second cut. `cut`: the cut rows in each block that a worker got."""
 
     def __init__(self) -> None:
         super().__init__()
