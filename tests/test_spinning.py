@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from pvg.spinning import bound_spinning
 
+PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 COMMAND = "import pvg_cli.main, os; print(os.environ.get('GOMP_SPINCOUNT', '-'))"
 
 
@@ -37,6 +39,13 @@ def test_the_command_bounds_what_onednn_keeps_unless_the_user_decided() -> None:
     assert kept == same
     assert 25 <= int(kept) <= 128
     assert say(f"{start}os.environ[{other!r}] = '300'; {end}").split() == ["None", "300"]
+
+
+@pytest.mark.skipif(not PAGES.is_file(), reason="needs Linux with large pages")
+@pytest.mark.parametrize(("start", "asks"), [("pop('{}', None)", True), ("update({{'{}': '0'}})", False)])
+def test_large_tensors_ask_for_large_pages_unless_the_user_decided(start: str, asks: bool) -> None:
+    start = f"import os; os.environ.{start.format('THP_MEM_ALLOC_ENABLE')}; import pvg_cli.main, torch; "
+    assert say(f"{start}large = torch.ones(1 << 24); print(' hg' in open('/proc/self/smaps').read())") == str(asks)
 
 
 def test_once_torch_is_loaded_it_is_too_late_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

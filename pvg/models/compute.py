@@ -10,6 +10,7 @@ threads than the machine has cores, they sleep between operations instead of spi
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import re
@@ -94,19 +95,19 @@ TF32_ERROR = 2.0**-3
 # Memory of this size stays allocated while it is not in use, so that runs of small models stop allocating. To allocate
 # more takes little time beside what fills it.
 KEPT_BYTES = 1 << 28
+# The system clears memory for each new block of this size, which takes time. glibc's own limit rises to this one.
+FREED_BYTES = 1 << 25
 M_MMAP_THRESHOLD = -3
 
 
-def return_freed_memory(needed: int, at_once: int = 1 << 25) -> None:
+def return_freed_memory(needed: int) -> None:
     """Call before `needed` bytes are taken, if they may be more than KEPT_BYTES. Gives freed blocks that glibc keeps
-    back to the system. With SmolLM2-135M these are 0.7 to 1.6 GB, and it takes less than 0.1 s.
-
-    `at_once`: from now on, freed blocks of so many bytes go back by themselves. By default 32 MB, to which glibc's own
-    limit rises. Below it, the system clears memory for each new block, which takes time."""
+    back to the system. With SmolLM2-135M these are 0.7 to 1.6 GB, and it takes less than 0.1 s. From now on, freed
+    blocks of FREED_BYTES go back by themselves."""
     if needed > KEPT_BYTES and sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):  # other C libraries have none
-            libc.mallopt(M_MMAP_THRESHOLD, at_once)
+            libc.mallopt(M_MMAP_THRESHOLD, FREED_BYTES)
             libc.malloc_trim(0)
 
 
@@ -271,10 +272,11 @@ def product(x_NK: Tensor, y_KM: Tensor) -> Tensor:
     return projected(x_NK, y_KM.t()) if _suits(x_NK, y_KM) else x_NK @ y_KM
 
 
-# Attention. torch's kernel for CPUs has a slow backward pass for short sequences in 16 bits, so products replace it.
+# Attention in 16 bits on a CPU: torch's kernel has a slow backward pass there for short sequences.
 HALVES = (torch.bfloat16, torch.float16)
-LARGEST_SCORES = 2**22  # of a sequence, all heads together; with more, torch's kernel is faster
-SCORES_AT_ONCE = 2**19  # so that the processor's cache holds them
+SCORES_AT_ONCE = 2**20  # so that the processor's cache holds most of them
+LEAST_QUERIES = 32  # of a head, at once
+LEAST_BY_HEAD = 2**22  # multiplications of a product of one head
 
 
 def product_dtype(query_TE: Tensor) -> torch.dtype:
@@ -286,19 +288,21 @@ def product_dtype(query_TE: Tensor) -> torch.dtype:
 def attend(
     query_BQE: Tensor, key_BKE: Tensor, value_BKE: Tensor, mask: Tensor | None, heads: int, scaling: float | None
 ) -> Tensor:
-    """Attention of padded rows [B, Q, E]; causal if there is no mask. Keys and values may have fewer heads."""
+    """Attention of padded rows [B, Q, E]. Keys and values may have fewer heads. Without a mask it is causal, and the
+    last query sees all K keys."""
     size = query_BQE.shape[2] // heads
     query, key, value = (
         tensor.view(*tensor.shape[:2], -1, size).transpose(1, 2) for tensor in (query_BQE, key_BKE, value_BKE)
     )
-    repeats, dtype, shape = heads // key.shape[1], product_dtype(query), (query.shape[2], key.shape[2])
-    if query.device.type == "cpu" and dtype in HALVES and heads * math.prod(shape) <= LARGEST_SCORES:
-        mask = torch.full((1, 1, *shape), -torch.inf).triu_(1) if mask is None else mask
+    repeats, dtype = heads // key.shape[1], product_dtype(query)
+    if query.device.type == "cpu" and dtype in HALVES:
         given = (query.to(dtype), key.to(dtype), value.to(dtype), mask, size**-0.5 if scaling is None else scaling)
-        mixed_BHQE = cast(Tensor, _ShortAttention.apply(*given))  # type: ignore[no-untyped-call]
+        mixed_BHQE = cast(Tensor, _PartedAttention.apply(*given))  # type: ignore[no-untyped-call]
         return mixed_BHQE.transpose(1, 2).flatten(2)
     if query.device.type != "cpu":  # a CPU's kernel takes fewer heads of keys as they are
         key, value, repeats = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), 1
+    if mask is None and (before := key.shape[2] - query.shape[2]):
+        mask = query.new_full((query.shape[2], key.shape[2]), -torch.inf).triu_(1 + before)
     mask = mask if mask is None else mask.to(query.dtype)
     mixed_BHQE = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=repeats > 1
@@ -306,45 +310,72 @@ def attend(
     return mixed_BHQE.transpose(1, 2).flatten(2)
 
 
-class _ShortAttention(torch.autograd.Function):
+class _PartedAttention(torch.autograd.Function):
     """Attention of queries [B, H, Q, D] to keys and values [B, K, L, D]. H is a multiple of K. `mask` [1 or B, 1, Q, L]
-    float32 is added to the scores. Keeps the inputs alone: the backward pass computes the weights again."""
+    float32 is added to the scores; see `attend`. Keeps the inputs alone: the backward pass computes the weights again.
+    """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        *inputs, ctx.scaling = given
-        ctx.save_for_backward(*inputs)
+        query, key, value, ctx.mask, ctx.scaling = given
+        ctx.save_for_backward(query, key, value)
+        found = torch.empty_like(query)
         with torch.autocast("cpu", enabled=False):
-            found = [
-                (_weights(query, key, mask, ctx.scaling).to(value.dtype) @ value).view(query.shape)
-                for query, key, value, mask in _parts(*inputs)
-            ]
-        return torch.cat(found)
+            for rows, own, keys in _parts(query, key, ctx.mask):
+                weights = _weights(query, key, ctx, rows, own, keys).to(value.dtype)
+                mixed = weights @ value[rows, :, :keys]
+                found[rows, :, own] = mixed.view(len(mixed), query.shape[1], -1, query.shape[3])
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad_BHQD: Tensor) -> tuple[Tensor | None, ...]:
-        found = []
-        for query, key, value, mask, grad in _parts(*ctx.saved_tensors, grad_BHQD):
-            weights = _weights(query, key, mask, ctx.scaling)
-            queries, grads = (each.reshape(*key.shape[:2], -1, key.shape[3]) for each in (query, grad))
+        query, key, value = ctx.saved_tensors
+        of_query, of_key, of_value = torch.empty_like(query), torch.zeros(key.shape), torch.zeros(value.shape)
+        for rows, own, keys in _parts(query, key, ctx.mask):
+            weights = _weights(query, key, ctx, rows, own, keys)
+            seen, values = key[rows, :, :keys], value[rows, :, :keys]
+            queries, grads = (
+                each[rows, :, own].reshape(*seen.shape[:2], -1, seen.shape[3]) for each in (query, grad_BHQD)
+            )
             # Of the scores: weights * (dw - sum of weights * dw).
-            slopes = (grads.float() @ value.float().transpose(2, 3)).mul_(weights)
-            slopes.sub_(slopes.sum(3, keepdim=True).mul(weights)).mul_(ctx.scaling)
-            of_value, slopes = weights.to(value.dtype).transpose(2, 3) @ grads, slopes.to(query.dtype)
-            found.append(((slopes @ key).view(query.shape), slopes.transpose(2, 3) @ queries, of_value))
-        return *map(torch.cat, zip(*found, strict=True)), None, None
+            slopes = _products(grads.float(), values.float()).mul_(weights)
+            slopes = slopes.addcmul_(weights, slopes.sum(3, keepdim=True), value=-1.0).mul_(ctx.scaling).to(query.dtype)
+            of_query[rows, :, own] = (slopes @ seen).view(len(seen), query.shape[1], -1, query.shape[3])
+            of_key[rows, :, :keys] += slopes.transpose(2, 3) @ queries
+            of_value[rows, :, :keys] += weights.to(value.dtype).transpose(2, 3) @ grads
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None
 
 
-def _parts(query_BHQD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, mask: Tensor, *more: Tensor) -> Iterator[Any]:
-    at_once = max(1, SCORES_AT_ONCE // (query_BHQD[0].numel() // query_BHQD.shape[3] * key_BKLD.shape[2]))
-    masks = mask.expand(len(query_BHQD), -1, -1, -1)
-    return zip(*(torch.split(each, at_once) for each in (query_BHQD, key_BKLD, value_BKLD, masks, *more)), strict=True)
+def _parts(query_BHQD: Tensor, key_BKLD: Tensor, mask: Tensor | None) -> Iterator[tuple[slice, slice, int]]:
+    """Rows, their queries, and the number of keys that these may see."""
+    (count, heads, queries, _), keys = query_BHQD.shape, key_BKLD.shape[2]
+    at_once = min(queries, max(LEAST_QUERIES, SCORES_AT_ONCE // (heads * keys)))
+    rows = max(1, SCORES_AT_ONCE // (heads * at_once * keys))
+    for row in range(0, count, rows):
+        for first in range(0, queries, at_once):
+            last = min(first + at_once, queries)
+            yield slice(row, row + rows), slice(first, last), keys if mask is not None else keys - queries + last
 
 
-def _weights(query_BHQD: Tensor, key_BKLD: Tensor, mask_B1QL: Tensor, scaling: float) -> Tensor:
-    """[B, K, H / K * Q, L] float32. Scores in 16 bits would make most of the error of attention."""
-    (count, heads, queries, size), keys = query_BHQD.shape, key_BKLD.shape[1]
-    groups = query_BHQD.reshape(count, keys, -1, size).float()
-    scores = (groups @ key_BKLD.float().transpose(2, 3)).mul_(scaling)
-    scores.view(count, heads, queries, -1).add_(mask_B1QL)
+def _weights(query_BHQD: Tensor, key_BKLD: Tensor, how: Any, rows: slice, own: slice, keys: int) -> Tensor:
+    """Of a part, [B, K, H / K * Q, L] float32. Scores in 16 bits would make most of the error of attention."""
+    queries, seen = query_BHQD[rows, :, own].float(), key_BKLD[rows, :, :keys].float()
+    scores = _products(queries.reshape(*seen.shape[:2], -1, seen.shape[3]), seen).mul_(how.scaling)
+    by_query = scores.view(*queries.shape[:3], keys)
+    if how.mask is None:  # the last key is that of the last query
+        count = queries.shape[2]
+        by_query[..., keys - count :].add_(scores.new_full((count, count), -torch.inf).triu_(1))
+    else:
+        by_query.add_(how.mask.expand(len(query_BHQD), -1, -1, -1)[rows, :, own])
     return torch.softmax(scores, 3)
+
+
+def _products(x_BKMD: Tensor, y_BKLD: Tensor) -> Tensor:
+    """x y' of each head in float32, [B, K, M, L]."""
+    (count, heads, queries, _), keys = x_BKMD.shape, y_BKLD.shape[2]
+    if not _onednn() or queries * y_BKLD[0, 0].numel() < LEAST_BY_HEAD:
+        return x_BKMD @ y_BKLD.transpose(2, 3)
+    found, y_BKLD = x_BKMD.new_empty(count, heads, queries, keys), y_BKLD.contiguous()  # it is slow for other strides
+    for place in itertools.product(range(count), range(heads)):
+        found[place] = _by_onednn(x_BKMD[place], y_BKLD[place], None)
+    return found

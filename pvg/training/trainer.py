@@ -114,9 +114,6 @@ def load_optimizer_tensors(
             }
 
 
-# During micro-batches of a large model, freed blocks of this size go back to the system: gradients, which stay, would
-# otherwise split the memory that activations had.
-WIDE_BYTES = 1 << 22
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 # Remedies for a GPU out of memory, by the settings' section.
@@ -443,7 +440,7 @@ def accumulate(
         with torch.no_grad(), autocast(precision, device):
             micro_batches = whole.survey(module, micro_batches)
     for micro_batch in micro_batches:
-        return_freed_memory(size, WIDE_BYTES)  # what earlier passes have freed has other sizes
+        return_freed_memory(size)  # what earlier passes have freed has other sizes
         with autocast(precision, device):
             loss, found = objective(module, micro_batch)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Attention of padded rows: pvg's own products for short sequences in 16 bits, and torch's kernel for all others."""
+"""Attention of padded rows on a CPU: pvg's own products in 16 bits, and torch's kernel in float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def random(*shape: int) -> Tensor:
 
 
 def masks(kind: str, rows: int, queries: int, keys: int) -> Tensor | None:
-    if kind == "causal":
+    if kind.startswith("causal"):
         return None
     after = torch.arange(keys) > torch.arange(queries)[:, None] + keys - queries
     mask = torch.zeros(rows if kind == "of each row" else 1, 1, queries, keys).masked_fill(after, -torch.inf)
@@ -31,17 +31,21 @@ def exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scalin
     """By the definition, in float64."""
     q, k, v = (each.double().view(*each.shape[:2], -1, SIZE).transpose(1, 2) for each in (query, key, value))
     k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
-    hidden = torch.full((q.shape[2], k.shape[2]), -torch.inf).triu(1) if mask is None else mask
+    shape = q.shape[2], k.shape[2]
+    hidden = torch.full(shape, -torch.inf).triu(1 + shape[1] - shape[0]) if mask is None else mask
     return (torch.softmax(q @ k.transpose(2, 3) * scaling + hidden, 3) @ v).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("kind", ["causal", "of all rows", "of each row"])
+@pytest.mark.parametrize("by_head", [0, compute.LEAST_BY_HEAD])
+@pytest.mark.parametrize("kind", ["causal", "causal after others", "of all rows", "of each row"])
 @pytest.mark.parametrize("scaling", [None, 0.7])
 @pytest.mark.parametrize("at_once", [1, 2 * HEADS * 13 * 13, compute.SCORES_AT_ONCE])
-def test_short_sequences_in_16_bits_are_exact_to_their_rounding(
-    kind: str, scaling: float | None, at_once: int, monkeypatch: pytest.MonkeyPatch
+def test_attention_in_16_bits_are_exact_to_their_rounding(
+    kind: str, scaling: float | None, at_once: int, by_head: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compute, "SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr(compute, "LEAST_QUERIES", 4)
+    monkeypatch.setattr(compute, "LEAST_BY_HEAD", by_head)
     rows, queries, keys = 5, 13, 13 if kind == "causal" else 29
     inputs = [random(rows, queries, HEADS * SIZE), *(random(rows, keys, KV_HEADS * SIZE) for _ in range(2))]
     mask, grad = masks(kind, rows, queries, keys), random(rows, queries, HEADS * SIZE).detach()
@@ -60,11 +64,8 @@ def test_short_sequences_in_16_bits_are_exact_to_their_rounding(
         )  # a rounding of bfloat16 is at most 4e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_sequences_and_float32_use_torchs_kernel_with_the_same_results(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = [random(3, 20, heads * SIZE).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    short = attend(*inputs, None, HEADS, None)
-    monkeypatch.setattr(compute, "LARGEST_SCORES", 0)
-    torch.testing.assert_close(attend(*inputs, None, HEADS, None), short, rtol=2e-2, atol=2e-2)
+def test_float32_uses_torchs_kernel_with_the_same_results() -> None:
+    """Also where queries come after keys that are no queries."""
+    inputs = [random(3, 9 + 11 * (heads == KV_HEADS), heads * SIZE).float() for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    expected = exact(*inputs, masks("of all rows", 3, 9, 20), SIZE**-0.5)
+    torch.testing.assert_close(attend(*inputs, None, HEADS, None).double(), expected, rtol=1e-5, atol=1e-5)
