@@ -2,8 +2,6 @@
 
 libgomp's default is 300,000 iterations, some 16 ms on a current x86 processor. This costs nothing on an idle machine.
 If other processes use the cores, one of two threads often spins while its partner waits for a core, at every operation.
-On 2 cores shared with five other processes, a GRPO step took 16 to 30 s this way, and 4 to 6 s with 10,000 iterations.
-On the idle machine, decoding a batch took 0.30 s with 300,000 and with 30,000 iterations, and 0.33 s with 10,000.
 
 Also limits how many compiled products oneDNN keeps, which computes in bfloat16, and in float32 on some processors
 (pvg.models.compute). It compiles one for each number of rows, and by default keeps 1,024, of about 0.6 MB each.

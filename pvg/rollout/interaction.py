@@ -1,10 +1,5 @@
 """The interaction engine: plays the rules of games and protocols with an engine, and records what was sampled.
 
-    starts = [game_start(game, game.opening("train", number)) for number in range(32)]
-    played = await play_games(dispatcher, starts, game, call, encode=encode, forks=Fork(warmup=1, samples=8))
-
-    groups = await dispatcher.sample(orders, SampleCall(..., deadline=deadline, interaction=interaction))
-
 Rules (pvg.games.game) say who decides in a state, what each seat reads, and what follows. A decision is a request to
 the one who decides for the seat: the policy, another policy, a script, or a function that decides for all waiting
 interactions at once. All interactions of a call take their next phase together, and the next phase begins when all

@@ -1,10 +1,6 @@
 """`LeanDecoder`: decoding steps of Llama-like models in as few operations as possible, on a transformers module's
 weights.
 
-    lean = LeanDecoder.over(module)                     # raises NotLeanError for an unsupported module
-    cache = lean.new_cache(rows=256, columns=64)
-    logits_RV = lean.step(token_R, position_R, cache, columns=40)
-
 Compared with the module, this saves the Python of about twenty submodules per layer, separate projections (fused into
 two products), one mask per layer, and the attention kernel where other operators are faster. `make gpu` compares it on
 a GPU.

@@ -1,8 +1,5 @@
 """How to start a vLLM server: which Python has vLLM, and the command line and environment for an experiment.
 
-    found = find_interpreter()
-    spec = server_spec(experiment, "prover", found, model_folder(experiment, "prover"), port=8000, log=log)
-
 vLLM requires its own versions of torch and transformers, so it often has a separate environment. pvg asks that
 environment's Python for the installed version instead of importing vLLM, which would take seconds.
 
@@ -291,10 +288,6 @@ UNSAFE = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION"})  # makes vLLM unpickle
 CPU_MEMORY_SHARE = 0.05
 CPU_CACHE_GB = "1"  # enough for the small models that a CPU can serve
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py, 0.32
-# Number of outputs that vLLM's front end takes from the engine before it checks its sockets; vLLM's default is 128.
-# Under 150 streams, a control call waits 10 ms instead of 15, and 95 of 100 wait less than 45 ms instead of 60, at the
-# same tokens per second.
-OUTPUTS_AT_A_TIME = "16"
 LIVE_ADAPTERS = 3  # versions in one batch: the new one, and those of requests in flight
 KEPT_ADAPTERS = 4  # in memory
 
@@ -472,7 +465,6 @@ def server_environment(experiment: Experiment, interpreter: Interpreter, host: s
         "PVG_WEIGHTS_ROOT": str(root),
         KEY_VARIABLE: control_key(root),
     }
-    environment.setdefault("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", OUTPUTS_AT_A_TIME)
     environment.pop("PYTHONHOME", None)  # it is set for our interpreter, not vLLM's
     if interpreter.device == "cpu":
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_CACHE_GB)

@@ -1,10 +1,5 @@
 """Preference pairs as views: two row numbers of one problem, drawn on demand and never stored.
 
-    view = PairView(shards, infos, keep=lambda problem_id: not is_held_out(problem_id, 0.1))
-    stream = PairStream(view, {"base": 0.5, "round-000": 0.5}, seed=7)
-    pairs = stream.draw(step=12, n=64)
-    rows = view.rows(pairs.correct_rows_M)
-
 Invariants: memory grows with the rows (a few bytes each), not with the pairs that they could form. A draw depends only
 on the seed, the step and n, so a resumed run needs no stream position.
 

@@ -22,8 +22,6 @@ the head for all tokens). Repeated computation (recomputed log-probs, gradient c
 not as work. A prompt counts for each of its rollouts even if it is computed once (training.shared_prompts). Frozen
 weights need no gradient, so under adapters linear layers take two thirds. The hardware MFU relates what is computed
 instead (`operations_of`): how well the machine is used, for whatever it is used.
-
-A data sheet's peak rate instead of the measured one would also measure how optimistic the data sheet is.
 """
 
 from __future__ import annotations
