@@ -95,19 +95,17 @@ TF32_ERROR = 2.0**-3
 # Memory of this size stays allocated while it is not in use, so that runs of small models stop allocating. To allocate
 # more takes little time beside what fills it.
 KEPT_BYTES = 1 << 28
-# The system clears memory for each new block of this size, which takes time. glibc's own limit rises to this one.
-FREED_BYTES = 1 << 25
 M_MMAP_THRESHOLD = -3
 
 
-def return_freed_memory(needed: int) -> None:
+def return_freed_memory(needed: int, at_once: int = 1 << 25) -> None:
     """Call before `needed` bytes are taken, if they may be more than KEPT_BYTES. Gives freed blocks that glibc keeps
-    back to the system. With SmolLM2-135M these are 0.7 to 1.6 GB, and it takes less than 0.1 s. From now on, freed
-    blocks of FREED_BYTES go back by themselves."""
+    back to the system. From now on, freed blocks of `at_once` bytes go back by themselves: by default 32 MB, to which
+    glibc's own limit rises. Below it, the system clears memory for each new block, which takes time."""
     if needed > KEPT_BYTES and sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):  # other C libraries have none
-            libc.mallopt(M_MMAP_THRESHOLD, FREED_BYTES)
+            libc.mallopt(M_MMAP_THRESHOLD, at_once)
             libc.malloc_trim(0)
 
 
