@@ -1,9 +1,5 @@
 """Models and datasets of the Hugging Face hub, `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION`, and uploads to it.
 
-    sources = pinned(experiment.sources(), say)             # each hub id with its commit: hf:OWNER/NAME@<commit>
-    fetch_all(sources, say)                                 # downloads the files that are not in the cache
-    folder = fetch("hf:OWNER/NAME@<commit>", "model")       # the local folder with the files
-
 huggingface_hub does the transfers, so its settings apply: HF_HOME (the cache), HF_TOKEN or `hf auth login`,
 HF_HUB_OFFLINE, HF_ENDPOINT. It retries broken connections, and keeps complete files.
 

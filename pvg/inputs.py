@@ -1,8 +1,5 @@
 """Checks user input: the files that a command reads, and the settings in them.
 
-    data = tomllib.loads(read_input(Path("mine.toml")).decode())
-    check_settings(data, "mine.toml")
-
 A FIFO or a device instead of a file could block a command or fill its memory. Deep nesting, huge integers and NUL
 characters pass the TOML parser but break other libraries later. This module refuses all of these first. It also names
 the hosts under which a server of pvg accepts requests.

@@ -1,9 +1,5 @@
 """Asks a target about the texts of the static attacks, and makes the robustness card of what it answered.
 
-    async with open_target(spec) as target:
-        asking = Asking(target, kept)
-        await ask_all(asking, attempts_of(cases, ATTACKS.values(), seed), observer, stop)
-
 Each answer is kept by a digest of what was asked, as it comes. So a killed attack continues where it was, and a card
 can be made at any time from the answers so far.
 """

@@ -1,8 +1,5 @@
 """What an attack asks: a Python function, an HTTP endpoint, or the verifier of a run.
 
-    async with open_target(spec) as target:
-        answer = await target.judge(question, fields, text)
-
 Invariants: a call ends within the time limit, or counts as timed out. An error or a time-out is never a refusal.
 Requests go only to the URL that the user named. What a target says is data: it is shown escaped.
 """

@@ -1,7 +1,5 @@
 """The texts of static attacks: what a grader must refuse, or must still accept, from a problem and a correct text.
 
-    for text in ATTACKS["openers"].attempts(case, seed): ...
-
 A row of attacks.toml is an attack. Invariants: the texts depend only on the case and the seed. A text to refuse does
 not have the correct answer (`AttackCase.is_right`), and a text to accept has it.
 """

@@ -1,8 +1,5 @@
 """Plans one call of `pvg bench`: resolves and checks all variants before anything runs.
 
-    plan = plan_bench("rollout", sweep="rollout.engine.max_rows=8,64,256")
-    plan = plan_bench("sync", server_urls=["http://127.0.0.1:8000"])
-
 A plain bench has one variant and a sweep has one per value. An ablation has one per rung of the profile's ladder: first
 all optimizations off, then each one enabled in turn, cumulatively. A profile may define a sweep. A plain bench then
 measures that sweep, unless the user gives one of its settings.

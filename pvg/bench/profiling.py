@@ -1,8 +1,5 @@
 """Profiles into a folder: `profile_stage` runs a stage under all profilers, `profile_run` draws the timeline of a run.
 
-    made = profile_stage(stage_settings("rollout", "modchain", []), "rollout", Path("out"), steps=3)
-    made.operators, made.files, made.missing
-
 profile.json in the folder has the figures, and names each file and how to open it.
 
 The work is the benchmark profile with the stage's name, on the experiment to profile. Each profiler slows down what the

@@ -1,8 +1,5 @@
 """The JSON report of a benchmark (schema version 1), and the environment that it records.
 
-    write_report(path, report)
-    report = read_report(path)
-
 A report keeps the raw samples, so that readers can compute other statistics. `pvg schemas benchmark-report` prints the
 JSON Schema of these classes. Reading the environment imports no package for its version and starts no GPU work.
 

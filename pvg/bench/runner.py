@@ -1,8 +1,5 @@
 """Takes the samples of one variant, or of several in turn, and makes the report of a whole call of `pvg bench`.
 
-    plan = plan_bench("rollout", sweep="rollout.engine.max_rows=8,64,256")     # pvg.bench.planning
-    result = run_plan(plan, command="pvg bench ...")
-
 Every sample is one step of a tracer. The report contains its budget, and the runner adds its wall time as the measure
 `wall_s`. Time between samples belongs to no sample.
 

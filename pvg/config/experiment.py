@@ -1,8 +1,5 @@
 """The experiment: one validated configuration, hashed for resuming. pvg.config.load reads it from TOML.
 
-    experiment = load_experiment(Path("experiments/modchain.toml"), overrides=["training.steps=30"])
-    print(experiment.arithmetic())
-
 Each table has a module: pvg.config.rollout has `[rollout]`. Invariant: what passes validation can be played; what
 cannot work is refused here, before any model loads.
 """

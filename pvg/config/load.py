@@ -1,7 +1,5 @@
 """Reads an experiment from TOML, and changes it by `key=value`. This is the only module that knows TOML.
 
-    experiment = load_experiment(Path("experiments/modchain.toml"), overrides=["training.steps=30"])
-
 Errors name the key, where it came from (a file or an override), and the closest valid key.
 """
 

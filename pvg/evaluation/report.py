@@ -1,8 +1,5 @@
 """`evaluation.json`, the result of `pvg evaluate`, schema version 1 (docs/evaluation.md explains each number).
 
-    write_report(path, report)
-    report = read_report(path)
-
 `pvg schemas evaluation.json` prints the JSON Schema of these classes.
 """
 

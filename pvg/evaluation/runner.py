@@ -1,7 +1,5 @@
 """`pvg evaluate`: computes every part of every finished round once and stores it.
 
-    outcome = await evaluate(experiment, run, observer=SilentObserver(), stop=asyncio.Event())
-
 First it computes the requested parts, unit by unit, and stores each with a digest of what it depends on. Then it makes
 the report from everything stored, including parts that were not requested this time. After a kill at any instant, the
 next call ends with the same report as an uninterrupted call.

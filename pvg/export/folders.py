@@ -1,7 +1,5 @@
 """Writes a player of a finished round as a Hugging Face directory.
 
-    export_player(finished, "verifier", Path("out"))
-
 Invariants: a directory gets its name when it is complete. Weights are safetensors. An existing directory is replaced
 only if it is an earlier export and the caller allows it.
 """

@@ -1,9 +1,5 @@
 """Serves a run's verifier over HTTP on 127.0.0.1, also to the trainers of other projects.
 
-    async with RewardServer.start(finished, port=0) as server:
-        print(server.url)
-        await asyncio.Event().wait()
-
 - GET /health: the run, the round and the verifier's version.
 - POST /score: {"rows": [{"question": "...", "solution": "..."}]} -> {"results": [{"score": ..., "accepted": ...}]}.
 - POST /get_reward: the request of OpenRLHF's remote reward models, {"query": [...], "prompts": [...]} ->

@@ -1,8 +1,5 @@
 """The prover's round: sample, score, pay, credit, step, publish. This file is the loop of the game.
 
-    phase = TrainingPhase(session, info, learner, GameBatches(session, ...), ...)    # see pvg.game.prover_phase
-    await phase.play()
-
 `GameBatches` makes a batch of rollouts with advantages and log-probs. `TrainingPhase` takes optimizer steps on it,
 publishes the new policy, and commits. What varies is given in (pvg.game.parts): where groups come from, how rewards
 become advantages, whether the verifier learns too, when to stop.

@@ -1,7 +1,5 @@
 """The run: play the phases in order until the game is complete.
 
-    outcome = await play(experiment, run_directory, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
-
 A run that is killed at any instant and resumed with `resume=True` ends on a CPU with weights bit-identical to an
 uninterrupted run's (invariant 1), unless timing decides what is sampled: with prefetch, a deadline or servers. Every
 random number depends only on its place in the game, and every phase continues from its last commit.

@@ -1,8 +1,5 @@
 """The simultaneous schedule (`game.schedule`): the verifier keeps learning while the prover learns against it.
 
-    updates = await open_updates(session, verifier, threshold)
-    metrics = await updates.after(batches_done, scorer)     # after an update all scores come from the new verifier
-
 An update samples fresh solutions of the current prover on problems of the verifier's half, so that neither player
 learns from the other's problems (invariant 4). Then it makes `game.schedule.every` optimizer steps. Of their pairs,
 FRESH_SHARE come from the newest WINDOW updates, and the rest from the round's mint by its mixture. Then the scorer gets

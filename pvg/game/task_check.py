@@ -1,8 +1,5 @@
 """Checks of a task, its prompts and its grader: `pvg check`.
 
-    for check in checks_of(experiment, task, models):
-        print(check.passed, check.name, check.detail)
-
 A check that cannot be made has `passed` None, and the detail says why. Only `preview` opens the weights of models.
 """
 

@@ -1,8 +1,5 @@
 """Opening language models from the source that an experiment names. Importing this package does not load torch.
 
-    with open_model(ModelSection(source="embedded:modchain-prover"), pick_device("auto")) as model:
-        ids = model.tokenizer.encode("H7+5+8+3+6?")
-
 Invariants: the caller of `open_model` owns the model until closing it; this package keeps no reference. It unpickles
 nothing and runs no code that comes with a model.
 """

@@ -1,7 +1,5 @@
 """Charts of a page: series, axes and intervals as JSON, which templates/charts.js draws with uPlot.
 
-    line_chart("KL", [ChartLine("prover", [[(1.0, 0.1), (2.0, 0.2)]], "ink")], XAxis(0.0, 2.0, "step"), "number")
-
 uPlot (templates/uplot, MIT licence) has the axes, the legend and the values under the pointer. Rows of bars are
 plain HTML (`Mark`). A chart with nothing to show is empty markup.
 """

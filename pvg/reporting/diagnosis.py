@@ -1,8 +1,5 @@
 """`pvg diagnose`: known problems (signatures) in the record of a run, with the numbers that show them.
 
-    found = diagnose(run)
-    for finding in found.findings: print(finding.signature, finding.says)
-
 A signature is a function from the times of a run to a `Criterion`. To add one: write the function and add it to
 SIGNATURES. It is reported if its criterion is met and it costs at least LEAST_SHARE of the time. Loop lag is also
 reported if a warning level was crossed, because a single stall can cause timeouts. The advice is general: it names

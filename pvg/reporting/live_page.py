@@ -1,8 +1,5 @@
 """The server of `pvg view --live`: the page of one run, and the page with all its solutions.
 
-    async with LivePage.start(run, port=0) as page:
-        print(page.url)
-
 | address | answer |
 |---|---|
 | `/` | the report, which loads itself again; 304 if it has the ETag that the browser names |

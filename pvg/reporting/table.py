@@ -1,15 +1,9 @@
 """HTML pages from templates, and one table for the terminal, for pages and for Markdown.
 
-    table = Table([Column("measure"), Column("mean", "right", style="strong")])
-    table.add("fooled rate", "12.5 %")
-    console.print(table); page_section.append(table); document.write(table.to_markdown())
-
 A cell is text, or a `TableCell` that says how the text looks. A style is one of the names in STYLES. No renderer reads
 text as markup. A table without rows is false, and a page leaves it out.
 
-A page is one file made from the templates of this package, a title, a header and sections:
-
-    write_page(path, page("first: pvg report", header, sections))
+A page is one file made from the templates of this package, a title, a header and sections.
 
 All markup is in templates/*.html.j2. Jinja escapes every value except `Markup`, and templates alone make `Markup`. So
 text of models, of configurations and of files stays text wherever a template puts it.

@@ -1,9 +1,5 @@
 """`Sandbox`: runs programs written by a model such that they can do no harm, several at a time.
 
-    with Sandbox("full", Limits(cpu_s=2.0)) as sandbox:
-        execution = sandbox.run(Program.of_function("def f(x): return x + 1", "f", [[1], [2]]))
-        executions = sandbox.run_many(programs)
-
 Invariant: a program's outcome depends only on the program. It runs in a process that knows only its source and its
 inputs, leaves nothing behind, and is limited by its CPU time.
 """

@@ -1,8 +1,5 @@
 """The run directory: the paths of a run's files, and the lock that lets one process at a time drive it.
 
-    with RunDirectory.create(Path("runs"), "first", experiment).lock() as run:
-        run.state, run.metrics, ...
-
 Invariants: `experiment.toml` is written once, when the run is created. At most one process commits to a run at a time.
 
 The kernel releases the lock of the lock file when the process ends in any way. A moved folder stays locked. If the lock

@@ -1,9 +1,5 @@
 """The players that a run keeps: the names of their weights, and how another run finds them as its models.
 
-    saved = find_player(parse_run_id("run:mine/round-2/verifier"))
-    tensors, meta = read_checkpoint(saved.run.weights, saved.weights)
-    sources = pinned_players(experiment.sources())  # each run:... with its path, its round and its digest
-
 Invariant: a source with a digest means these weights only. If the other run has changed, finding them raises an error.
 """
 

@@ -1,8 +1,5 @@
 """Stored rollouts without `Rollout` objects: their statistics as arrays, and their solutions row by row.
 
-    columns = shards.sample_columns(infos)      # of stored rollouts: about 45 bytes each
-    columns = columns_in_memory(rollouts)       # of rollouts in memory (pvg.store.shards)
-
 A `Rollout` object takes about 9 kB, too much for the statistics of a large mint. `SampleColumns` reads roles, grades
 and lengths from memory-mapped shards, without texts. `MappedSolutions` reads single solutions from the map.
 """

@@ -1,11 +1,5 @@
 """Measures: the values that a study reads from a finished run, by name; and `MeasuredValue`, a number or a lower bound.
 
-    for measure in measures_named(["helpful_accuracy", "kl"]):
-        measure.read(facts)            # the value after each round; None if the run has none
-
-    MeasuredValue(0.84)                        # a share
-    MeasuredValue(200, censored=True)          # steps-to-exploit: not found within 200 steps
-
 A measure comes from the metrics of the run's rounds, from its steps, or from the results of `pvg evaluate` (a path in a
 round of its JSON document). Every metric of a round (pvg.telemetry.catalogue) is a measure. A censored value is known
 to be above `number`, so it can be ordered but not averaged.

@@ -1,8 +1,5 @@
 """A study's file: its arms, seeds, measures and evaluation, validated before anything runs; loads no torch.
 
-    plan = load_study("quick", ["game.rounds=2"], seeds=3)
-    for cell in plan.cells: ...                   # seed by seed, so that partial results can be paired
-
 pvg looks up a name in ./studies first, then among its own studies. An arm's settings come from these places, each
 overriding the one before: its experiment's file, `[common]`, the arm's `set`, its point in the `[grid]`, and `--set`.
 """

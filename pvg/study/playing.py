@@ -1,7 +1,5 @@
 """Plays a study's cells: one `pvg train` process per cell, several at a time.
 
-    play_cells(plan, todo, pvg=[sys.executable, ...], observer=board, stop=stop)
-
 Invariants:
 1. Cells share no files, so a cell cannot affect another one, even if it crashes.
 2. All processes of a cell end when the study ends for any reason (on systems other than Linux, except after SIGKILL of

@@ -1,8 +1,5 @@
 """A study's results: the JSON document (schema version 1), and how it is made from the runs.
 
-    results = collect(plan, command="pvg study quick")
-    write_results(folder.results, results)
-
 It keeps the values of every seed, so that readers can compute other statistics. `pvg schemas study.json` prints
 the JSON Schema of these classes.
 

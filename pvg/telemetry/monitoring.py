@@ -1,8 +1,5 @@
 """Runs everything that watches a run: device sampler, loop-lag monitor, heartbeat, sinks, metrics endpoint.
 
-    async with Monitoring(experiment.telemetry, record=ledger.record, ...) as monitoring:
-        monitoring.step(round_, phase, step, metrics, budget.exposed, budget.busy)
-
 Invariants: all callbacks except `announce` run in the event loop's thread, and none runs after the block has ended. All
 threads and tasks stop with the block. Nothing here changes what a run computes. Only errors of `record` or `announce`,
 such as a full disk, are raised: at the next step, or at the end of the block.

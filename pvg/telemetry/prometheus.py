@@ -1,9 +1,5 @@
 """Serves the newest value of every metric over HTTP for Prometheus: `curl http://127.0.0.1:PORT/metrics`.
 
-    endpoint = MetricsEndpoint(9090)         # a MetricSink: give it to a SinkBoard
-    endpoint.url
-    endpoint.close()
-
 Invariants: it listens on the loopback interface alone, and answers only requests whose Host header names this machine.
 It shows only values of the newest point of each kind, so values that no longer exist disappear. `close` frees the port.
 """

@@ -1,9 +1,5 @@
 """Measures two kinds of waiting: threads that wait for a core (the machine is shared), and an event loop that is late.
 
-    waits.take().share                       # CoreWaits. 0.4: of 10 s ready to run, 4 s without a core
-    async with LoopLagMonitor(hz=10.0) as monitor:
-        window = monitor.take()              # the lags since the last take
-
 The Linux kernel counts the first (/proc/self/task/*/schedstat): nanoseconds on a core, and those in which a thread was
 ready to run while the core ran something else. A thread that sleeps or waits for a lock counts in neither.
 

@@ -1,9 +1,5 @@
 """`OpenAiClient`: chat and text completions of a server with OpenAI's routes, such as vLLM, Ollama or a hosted model.
 
-    async with OpenAiClient.open("http://127.0.0.1:8000/v1", "small") as client:
-        choice = await client.chat([{"role": "user", "content": "2+2?"}], max_tokens=8)
-        choice["message"]["content"]
-
 Invariants: requests go only to the URL that the user named, and follow no redirect. The key comes from an environment
 variable; no message, file or exception contains it. At most `concurrency` requests are in flight.
 """

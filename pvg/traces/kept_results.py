@@ -1,9 +1,5 @@
 """`KeptResults`: results by a digest of what was asked, in a file that survives SIGKILL.
 
-    with KeptResults(folder / "results.jsonl") as kept:
-        if (found := kept.get(key)) is None:
-            kept.put(key, found := work())
-
 The file has one JSON object per line, {"key", "value"}. Each line is written as it comes and fsynced with the next
 commit. A torn last line, which a killed process leaves, is dropped.
 """

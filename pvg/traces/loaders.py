@@ -1,8 +1,5 @@
 """Traces from files: a run of pvg, JSON lines, completions of TRL, results of verifiers and prime-rl, inspect-ai logs.
 
-    loaded = load_traces("completions_00010.parquet", {}, Path("runs"))
-    loaded.traces[0].text; loaded.said        # what was guessed, in sentences
-
 A file is read strictly: what it lacks, or what has a wrong type, is one error with its place, before any model is
 loaded. Which column has what is guessed from its name and said; `fields` overrides a guess.
 """

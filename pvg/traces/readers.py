@@ -1,8 +1,5 @@
 """Readers of traces: a model on this machine, or one behind an OpenAI-compatible URL.
 
-    with open_reader("embedded:modchain-prover") as reader:
-        found = await reader.chances(problem, [reader.units(reasoning)[:4]], cue, answer)     # P(answer | prefix)
-
 A reader reads a text in units: a local model in tokens, a server in words. `chances` gives the probability that the
 reader writes an answer after each of several prefixes, and `written` what it writes. A local reader computes what
 prefixes have in common once (pvg.models.packing), so all prefixes of a trace cost about one forward pass.
