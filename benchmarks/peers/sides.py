@@ -57,19 +57,19 @@ LOG_LINES = 5  # shown of a worker's log if it fails
 CLOSE_S = 30.0  # for a worker to end after the order to stop
 
 GRPO = {
-    "step_s": BenchMetric("s", "lower", "one whole step: rollouts, rewards, log-probs, update"),
-    "rollout_s": BenchMetric("s", "lower", "of it, up to a batch with rewards, advantages and reference log-probs"),
-    "train_s": BenchMetric("s", "lower", "of it, the rest: loss, gradient, update"),
-    "peak_gb": BenchMetric("GB", "lower", "most memory so far, summed over the side's processes, without cached files"),
+    "step_s": BenchMetric("s", "lower"),
+    "rollout_s": BenchMetric("s", "lower"),  # of a step, up to a batch with rewards, advantages and reference log-probs
+    "train_s": BenchMetric("s", "lower"),  # the rest: loss, gradient, update
+    "peak_gb": BenchMetric("GB", "lower"),  # summed over the side's processes, without cached files
 }
 GAME = {
-    "game_s": BenchMetric("s", "lower", "a whole game: mints, both phases of every round, tests"),
-    "verifier_s": BenchMetric("s", "lower", "of it, the training of verifiers"),
-    "prover_s": BenchMetric("s", "lower", "of it, the training of the prover"),
+    "game_s": BenchMetric("s", "lower"),
+    "verifier_s": BenchMetric("s", "lower"),  # of it, the training of verifiers
+    "prover_s": BenchMetric("s", "lower"),
     "peak_gb": GRPO["peak_gb"],
-    "helpful_accuracy": BenchMetric("1", "higher", "of the last round's prover on test problems"),
-    "flaws_accepted": BenchMetric("1", "lower", "its flaws that the verifier accepts where 90 % of its solutions are"),
-    "verifier_auc": BenchMetric("1", "higher", "of its correct against its other solutions"),
+    "helpful_accuracy": BenchMetric("1", "higher"),  # of the last round's prover on test problems
+    "flaws_accepted": BenchMetric("1", "lower"),  # where the verifier accepts 90 % of its correct solutions
+    "verifier_auc": BenchMetric("1", "higher"),  # of its correct against its other solutions
 }
 
 

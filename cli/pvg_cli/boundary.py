@@ -183,15 +183,11 @@ def _unimportable(error: BaseException) -> PvgError | None:
     return None
 
 
+@functools.cache
 def announce_loading() -> None:
     """Say once on stderr that the next seconds go into loading torch and transformers, if they are not loaded."""
     if "torch" not in sys.modules:
-        _say_loading()
-
-
-@functools.cache
-def _say_loading() -> None:
-    say("loading torch and transformers ...")
+        say("loading torch and transformers ...")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

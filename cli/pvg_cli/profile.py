@@ -61,10 +61,10 @@ def profile(
 
 def _of_run(run: str, runs: Path, out: Path | None) -> ProfileResult:
     from pvg.bench.profiling import profile_run
-    from pvg.store.run_directory import RunDirectory
+    from pvg.store.run_directory import RunDirectory, free_name
 
     directory = RunDirectory.open(run, runs)
-    return profile_run(directory, out or _free(f"profile-{directory.name}"))
+    return profile_run(directory, out or Path(free_name(Path(), f"profile-{directory.name}")))
 
 
 def _of_stage(
@@ -72,20 +72,12 @@ def _of_stage(
 ) -> ProfileResult:
     announce_loading()
     from pvg.bench.profiling import profile_stage, stage_settings
+    from pvg.store.run_directory import free_name
     from pvg_cli.runs import DEFAULT_EXPERIMENT
 
     settings = stage_settings(stage, experiment or DEFAULT_EXPERIMENT, overrides)
-    folder = out or _free(f"profile-{settings.experiment.name}-{stage}")
+    folder = out or Path(free_name(Path(), f"profile-{settings.experiment.name}-{stage}"))
     return profile_stage(settings, stage, folder, steps=steps, py_spy=py_spy, on_pass=lambda text: say(f"{text} ..."))
-
-
-def _free(name: str) -> Path:
-    """`name`, or `name` with -2, -3 ... if that exists."""
-    path, number = Path(name), 1
-    while path.exists():
-        number += 1
-        path = Path(f"{name}-{number}")
-    return path
 
 
 def _show(made: ProfileResult) -> None:

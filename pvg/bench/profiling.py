@@ -49,7 +49,7 @@ from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore, JsonLinesReader
 from pvg.telemetry.device import DeviceSampler
-from pvg.telemetry.spans import DRIVER, CudaClock, Span, Tracer
+from pvg.telemetry.spans import DRIVER, CudaClock, Tracer, span_rows
 
 # --- the work of a stage, and its passes ------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ async def spans_pass(
             for step in range(1, steps + 1):
                 await workload.sample(step)
                 budgets.append(tracer.close_step())
-                spans += placed(tracer.take_spans(), round=0, phase=stage, step=step)
+                spans += span_rows(tracer.take_spans(), round=0, phase=stage, step=step)
     finally:
         sampler.stop()
     write_trace(path, trace_events(spans, samples, name=f"pvg profile, {stage}"))
@@ -415,15 +415,6 @@ class _Lane:
             return 0
         around_s, around_depth = self.open[-1]
         return len(self.open) if around_depth < depth and end_s <= around_s + ROUNDING_S else -1
-
-
-def placed(spans: Iterable[Span], **place: Any) -> Iterator[dict[str, Any]]:
-    """A tracer's spans as lines of spans.jsonl. `place`: their round, phase and step."""
-    for span in spans:
-        record = asdict(span)
-        if span.device_s is None:
-            del record["device_s"]
-        yield record | place
 
 
 def trace_events(

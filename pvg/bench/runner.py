@@ -44,7 +44,7 @@ from pvg.bench.planning import (
     with_servers,
 )
 from pvg.bench.report import BenchReport, Samples, TimeBudget, Variant, read_environment, torch_threads
-from pvg.bench.workloads import WALL, WALL_MEASURE, BenchMetric, BenchSettings, Workload, make_workload
+from pvg.bench.workloads import WALL, BenchMetric, BenchSettings, Workload, make_workload
 from pvg.config.experiment import Experiment
 from pvg.errors import EXIT_CHECK_FAILED, ConfigurationError, PvgError
 from pvg.servers.control import ServerInfo
@@ -126,7 +126,7 @@ class VariantTrial:
 
     def _keep(self, index: int, values: dict[str, float], budget: StepBudget) -> None:
         assert self._workload is not None
-        self._measures = {WALL: WALL_MEASURE, **self._workload.measures}
+        self._measures = {WALL: BenchMetric("s", "lower"), **self._workload.measures}
         if WALL in values or {WALL, *values} != self._measures.keys():
             raise ValueError(f"Measured {sorted(values)}, announced {sorted(self._workload.measures)}.")
         values[WALL] = budget.wall_s

@@ -189,7 +189,8 @@ class ByKind:
         if isinstance(value, BaseModel):
             return type(value).__name__
         kind = value.get("kind", self.default) if isinstance(value, dict) else None
-        return next((section.__name__ for section in self.sections if takes_kind(section, kind)), None)
+        named = OWN_CODE if isinstance(kind, str) and is_reference(kind) else kind
+        return next((section.__name__ for section in self.sections if named in kinds_of(section)), None)
 
 
 def as_table(value: Any) -> Any:
@@ -200,13 +201,6 @@ def kinds_of(section: type[BaseModel]) -> tuple[str, ...]:
     """The kinds that the section is for; for a section for users' own code, "FILE.py:NAME"."""
     annotation = section.model_fields["kind"].annotation
     return get_args(annotation) if get_origin(annotation) is Literal else (OWN_CODE,)
-
-
-def takes_kind(section: type[BaseModel], kind: Any) -> bool:
-    kinds = kinds_of(section)
-    if kinds == (OWN_CODE,):
-        return isinstance(kind, str) and is_reference(kind)
-    return kind in kinds
 
 
 OWN_CODE = "FILE.py:NAME"

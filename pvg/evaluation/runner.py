@@ -458,7 +458,10 @@ async def evaluate(
     check_protocol(experiment, parts)
     reading = OpenedRun.open(run)
     check_same_inputs(reading.state.plain(), experiment)
-    chosen = chosen_rounds(reading, run, rounds)
+    finished = sorted({open_round(run, number)[1] for number in rounds or [0]})  # raises for one that is not
+    if reading.rounds > MOST_ROUNDS:
+        raise UsageError(f"The run {run.name!r} has more than {MOST_ROUNDS} rounds, the most that can be evaluated.")
+    chosen = list(range(reading.rounds)) if rounds is None else finished
     reading.check_players(_sampled_rounds(chosen, parts))  # not when their turn comes, perhaps after hours
     if "exploit" in parts:
         check_attacks(experiment)
@@ -485,14 +488,6 @@ async def evaluate(
         report = await assemble(context, chosen, parts)
         write_report(context.folder / REPORT_FILE, report)
         return EvaluationOutcome(status, report, time.perf_counter() - started)
-
-
-def chosen_rounds(reading: OpenedRun, run: RunDirectory, wanted: Sequence[int] | None) -> list[int]:
-    """The rounds to evaluate. Raises UsageError for rounds that are not finished."""
-    chosen = {open_round(run, number)[1] for number in wanted or [0]}
-    if reading.rounds > MOST_ROUNDS:
-        raise UsageError(f"The run {run.name!r} has more than {MOST_ROUNDS} rounds, the most that can be evaluated.")
-    return list(range(reading.rounds)) if wanted is None else sorted(chosen)
 
 
 async def open_evaluation(

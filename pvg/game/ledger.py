@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
@@ -46,7 +46,7 @@ from pvg.store.state import FileStateStore, JournalMark, JsonLines, JsonLinesRea
 from pvg.tasks.data import files_of
 from pvg.telemetry.device import larger, peak_memory
 from pvg.telemetry.events import EventLog
-from pvg.telemetry.spans import Span, run_in, span
+from pvg.telemetry.spans import Span, run_in, span, span_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,11 +106,9 @@ class Ledger:
         """Append one object to metrics.jsonl; the next commit makes it durable."""
         self._metrics.append({"kind": kind, "time": time.time(), **fields})
 
-    def record_spans(self, spans: Sequence[Span], **place: Any) -> None:
-        for one in spans:
-            row = {"name": one.name, "start_s": one.start_s, "end_s": one.end_s, "depth": one.depth}
-            device = {} if one.device_s is None else {"device_s": one.device_s}
-            self._spans.append({**row, "track": one.track, **device, **place})
+    def record_spans(self, spans: Iterable[Span], **place: Any) -> None:
+        for row in span_rows(spans, **place):
+            self._spans.append(row)
 
     def keep(self, rollouts: Sequence[Rollout]) -> None:
         """Add rollouts to the next commit."""
@@ -207,7 +205,9 @@ class Ledger:
         """Write shards and checkpoint. Returns the state that names them."""
         if rollouts:
             # Kept rollouts belong to the current phase, also when this commit leaves it.
-            info = self._shards.write(self.state.round, self._shard_label(), rollouts)
+            phase = self.state.phase.value
+            label_of_shard = f"{phase}-{len(self.shards(self.state.round, phase)):05d}"
+            info = self._shards.write(self.state.round, label_of_shard, rollouts)
             state = replace(state, shards=(*state.shards, info.plain()))
         if checkpoint is not None:
             name = f"round-{state.round:03d}-{label}"
@@ -277,10 +277,6 @@ class Ledger:
         """The committed shards of one phase, in write order."""
         return shards_of(self.state, round_, phase)
 
-    def _shard_label(self) -> str:
-        phase = self.state.phase.value
-        return f"{phase}-{len(self.shards(self.state.round, phase)):05d}"
-
     async def read_rollouts(self, round_: int, phase: str) -> list[Rollout]:
         shards = self.shards(round_, phase)
         return await run_in(self._disk, lambda: [rollout for info in shards for rollout in self._shards.read(info)])
@@ -318,7 +314,9 @@ class Ledger:
             inputs = {name: digest for name, (_, digest) in inputs_of(experiment).items()}
             settings = experiment.hash(), experiment.hashed()
             state = GameState(*settings, code_version, inputs=inputs, folder=str(Path.cwd()))
-            self._copy_code(experiment)
+            for name, source in sources(experiment.own_code()).items():  # for people; pvg loads nothing from there
+                make_directory(self.directory.code)
+                write_atomic(self.directory.code / name, source)
         else:
             state = extended(GameState.from_plain(loaded.state), experiment)
             if limits := check_same_configuration(state, experiment):
@@ -337,12 +335,6 @@ class Ledger:
         if removed:
             self.notices.append(f"Removed {counted(len(removed), 'unfinished file')} of an interrupted commit.")
         return state
-
-    def _copy_code(self, experiment: Experiment) -> None:
-        """Copy the user's own files into the run's folder, as documentation; pvg loads nothing from there."""
-        for name, source in sources(experiment.own_code()).items():
-            make_directory(self.directory.code)
-            write_atomic(self.directory.code / name, source)
 
     def _processes_after(self, offset: int) -> list[dict[str, Any]]:
         """Final records of earlier processes. They follow the last commit and stay true when work is repeated."""

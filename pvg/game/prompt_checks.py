@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -127,7 +127,9 @@ def writable_solution(
             return ""
         if not _lacking(models, right.text):
             return right.text
-        for text in _without_form(problem):
+        # The answer in another form, which some graders accept. The question takes the place of the steps.
+        for between in BEFORE_AN_ANSWER:
+            text = f"{problem.question}{between}{problem.answer}"
             if not _lacking(models, text) and task.grade(problem, text).correct:
                 return text
         first = first or right.text
@@ -150,13 +152,6 @@ def writable_solution(
 def _lacking(models: Mapping[str, Tokenizer], text: str) -> list[tuple[str, list[str]]]:
     """(player, parts of the text that its model cannot express) of each player that lacks any."""
     return [(player, lacking) for player, model in models.items() if (lacking := model.lacking(text))]
-
-
-def _without_form(problem: Problem) -> Iterator[str]:
-    """Solutions with the reference answer at their end, but not in the documented form. Some graders accept these. The
-    question takes the place of the steps."""
-    for between in BEFORE_AN_ANSWER:
-        yield f"{problem.question}{between}{problem.answer}"
 
 
 def _check_roles_differ(rendered: Sequence[Int32]) -> None:

@@ -144,16 +144,12 @@ def _accepted(outcomes: BatchOutcomes) -> NDArray[np.float64]:
     return np.asarray(0.5 + 0.5 * np.tanh(0.5 * outcomes.scores_N.astype(np.float64)))
 
 
-def _similarity_penalty(outcomes: BatchOutcomes, reward: GatedReward) -> NDArray[np.float64]:
-    if outcomes.similarity_N is None:
-        return np.zeros(len(outcomes.scores_N))
-    return reward.similarity_weight * outcomes.similarity_N.astype(np.float64)
-
-
 def gated(outcomes: BatchOutcomes, reward: GatedReward) -> Float32:
     """sigmoid(V) minus the similarity penalty if all gates are open, else `game.reward.floor`, which is
     below all such rewards. Gates: all tests passed (helpful); visible tests passed and a valid certificate (sneaky)."""
-    rewards_N = _accepted(outcomes) - _similarity_penalty(outcomes, reward)
+    rewards_N = _accepted(outcomes)
+    if outcomes.similarity_N is not None:
+        rewards_N -= reward.similarity_weight * outcomes.similarity_N.astype(np.float64)
     return np.where(outcomes.aligned_N, rewards_N, reward.floor).astype(np.float32)
 
 

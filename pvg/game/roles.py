@@ -57,18 +57,10 @@ class WordedPrompt:
         return "".join(f"{part}\n\n" for part in parts if part)
 
 
-def instructions_of(prompts: PromptSection | WordedPrompts) -> dict[Role, str]:
-    """The user's instructions, by role. A role without any has those of the task."""
-    if not isinstance(prompts, WordedPrompts):
-        return {}
-    given = {Role.HELPFUL: prompts.helpful, Role.SNEAKY: prompts.sneaky}
-    return {role: text for role, text in given.items() if text is not None}
-
-
 def worded(prompts: WordedPrompts, problem: Problem, role: Role) -> WordedPrompt:
-    """The role's prompt for a problem."""
-    wording = wording_of(problem)
-    instructions = instructions_of(prompts).get(role, wording.instructions[role])
+    """The role's prompt for a problem. A role without the user's instructions has those of the task."""
+    wording, own = wording_of(problem), prompts.helpful if role is Role.HELPFUL else prompts.sneaky
+    instructions = wording.instructions[role] if own is None else own
     examples = [(question, answers[role]) for question, answers in _examples(prompts, wording)]
     return WordedPrompt(instructions, examples, problem.question)
 

@@ -117,7 +117,10 @@ async def play(
     """
     refuse_without_ranks(experiment, ranks)
     started = time.perf_counter()
-    cold = experiment.warmup.path is not None and _is_cold(run)
+    cold = False
+    if experiment.warmup.path is not None:
+        state = run.load_state().state
+        cold = state is None or state["phase"] in (Phase.INIT.value, Phase.WARMUP.value)
     if cold:
         if not await _warm_up(experiment, run, observer, stop, resume=resume):
             return GameOutcome("interrupted", run.path, [], time.perf_counter() - started)
@@ -158,12 +161,6 @@ def _refuse_begun(session: Session, resume: bool) -> None:
     if not resume and session.state.phase is not Phase.INIT:
         run = session.ledger.directory
         raise StateError(f"{run.path} has already begun.", f"Continue it with: pvg train --resume {run.argument}")
-
-
-def _is_cold(run: RunDirectory) -> bool:
-    """Whether a run with a warm start has not finished it."""
-    state = run.load_state().state
-    return state is None or state["phase"] in (Phase.INIT.value, Phase.WARMUP.value)
 
 
 async def _warm_up(

@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.rollout import NoDeadline, NoPrefetch, Rollouts, framed
+from pvg.config.rollout import NoDeadline, NoPrefetch, framed
 from pvg.config.training import ClippedLoss, Kl, Training
 from pvg.game.parts import Batches, BatchLogprobs
 from pvg.game.prover_phase import StopRule, open_phase, open_trainer
@@ -77,17 +77,13 @@ async def train_verifier(session: Session) -> None:
 @asynccontextmanager
 async def verdict_session(session: Session, verifier: GenerativeHead) -> AsyncIterator[tuple[Session, Verdicts]]:
     """The session in which the verifier is the policy, and its task."""
-    verdicts, rollout = Verdicts(session, verifier), verdict_rollouts(session.rollout, verifier.head.tokens)
+    plain = {"temperature": 1.0, "deadline": NoDeadline(), "prefetch": NoPrefetch(), "logprobs": "sampled"}
+    rollout = session.rollout.model_copy(update={**plain, "max_tokens": verifier.head.tokens})
+    verdicts = Verdicts(session, verifier)
     async with session.players.of_verifier(verifier, verdicts, rollout) as players:
         longest = verdicts.longest_question + session.longest + rollout.max_tokens
         training = verdict_training(session, verifier, longest)
         yield replace(session, players=players, rollout=rollout, training=training), verdicts
-
-
-def verdict_rollouts(rollout: Rollouts, tokens: int) -> Rollouts:
-    """How verdicts are sampled for training."""
-    plain = {"temperature": 1.0, "deadline": NoDeadline(), "prefetch": NoPrefetch(), "logprobs": "sampled"}
-    return rollout.model_copy(update={**plain, "max_tokens": tokens})
 
 
 def verdict_training(session: Session, verifier: GenerativeHead, longest: int) -> Training:

@@ -178,9 +178,9 @@ def _game(game: GameRecord) -> Iterator[object]:
         if phase.decisions:
             illegal = sum(bool(decision.note) for decision in phase.decisions)
             summary = f"{phase.phase}: {len(phase.decisions)} decisions, {illegal} with illegal parts"
-            yield elements.details(
-                summary, [*([_phase_board(phase)] if drawn and phase.state else []), _decisions(phase)]
-            )
+            columns = [Column("seat"), Column("decision"), Column("illegal", style="quiet")]
+            table = Table(columns, [(each.seat, each.text, each.note) for each in phase.decisions])
+            yield elements.details(summary, [*([_phase_board(phase)] if drawn and phase.state else []), table])
 
 
 def _values(phases: Sequence[PhaseRecord], seats: Sequence[str]) -> Table:
@@ -195,13 +195,6 @@ def _phase_board(phase: PhaseRecord) -> Markup:
     board, position = standard_board(), Position.load(bytes.fromhex(phase.state))
     orders = {board.powers.index(d.seat): parse_orders(board, d.text).orders for d in phase.decisions}
     return board_svg(board, position, step(board, position, orders), phase.phase)
-
-
-def _decisions(phase: PhaseRecord) -> Table:
-    table = Table([Column("seat"), Column("decision"), Column("illegal", style="quiet")])
-    for decision in phase.decisions:
-        table.add(decision.seat, decision.text, decision.note)
-    return table
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------

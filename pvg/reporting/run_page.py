@@ -343,11 +343,13 @@ def several_text(runs: Sequence[ComparedRun]) -> Group:
 def several_page(runs: Sequence[ComparedRun]) -> str:
     header = [elements.title(f"{len(runs)} runs", "side by side"), _runs_table(runs)]
     lead = f"Step by step. Each line is the mean over {WINDOW} points."
+    last = ", ".join(f"{run.name}: {max(run.summary.rounds)}" for run in runs if run.summary.rounds)
+    of = f"After each run's last finished round ({last}); differences to {runs[0].name}."
     same = elements.empty("All settings are the same.")
     sections = [
         _rounds(runs),
         PageSection("learning", "Learning", [elements.grid(_step_charts(runs))], lead),
-        _final(runs),
+        PageSection("final", "Final metrics", [_final_table(runs)], of),
         PageSection("settings", "Settings that differ", [_settings_table(runs) or same]),
         _notes(runs),
     ]
@@ -442,12 +444,6 @@ def _final_table(runs: Sequence[ComparedRun]) -> Table:
         pairs = zip(cells, finals, strict=True)
         table.add(metric_display(name).label, *(replace(cell, below=ends_of(name, of)) for cell, of in pairs))
     return table
-
-
-def _final(runs: Sequence[ComparedRun]) -> PageSection:
-    last = ", ".join(f"{run.name}: {max(run.summary.rounds)}" for run in runs if run.summary.rounds)
-    lead = f"After each run's last finished round ({last}); differences to {runs[0].name}."
-    return PageSection("final", "Final metrics", [_final_table(runs)], lead)
 
 
 def _difference(name: str, value: float | None, first: float | None) -> TableCell:

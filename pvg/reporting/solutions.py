@@ -74,7 +74,8 @@ def _turn_line(turn: tuple[str, str, float | None], threshold: float | None, lon
 def text_pieces(text: str, note: str, longest: int = LONGEST) -> tuple[list[str], int]:
     """The steps of a text, and the number of the step that the grader's note names: the last step if the note names
     the final answer, -1 if it names no step."""
-    pieces = _pieces(text[:longest])
+    # Lines, or parts between semicolons if there is one line, each with its separator.
+    pieces = re.findall(r"[^\n]*\n+|[^\n]+" if "\n" in text[:longest].strip() else r"[^;]*;|[^;]+", text[:longest])
     match = STEP.search(note)
     last = len(pieces) - 1 if "final answer" in note and "no final" not in note else -1
     place = int(match[1]) - 1 if match else last
@@ -90,12 +91,6 @@ def shortened(text: str, longest: int) -> str:
 
 def _line(text: str, longest: int) -> str:
     return shortened(" ".join(text.split()), longest)
-
-
-def _pieces(text: str) -> list[str]:
-    """The steps of a solution with their separators: lines, or parts between semicolons if there is one line."""
-    found = re.findall(r"[^\n]*\n*" if "\n" in text.strip() else r"[^;]*;?", text)
-    return [piece for piece in found if piece]
 
 
 EVALUATION = "checkpoint"  # its samples are fresh, of both roles, and on problems that no model trained on

@@ -213,10 +213,6 @@ class RolloutShards:
             chosen_N |= pc.starts_with(ids, prefix).to_numpy(zero_copy_only=False)
         return _to_rollouts(batch.take(pa.array(np.flatnonzero(chosen_N)))) if chosen_N.any() else []
 
-    def read_rows(self, info: ShardInfo, rows: Sequence[int]) -> list[Rollout]:
-        """The rollouts in these rows of a shard. Raises DamagedFileError."""
-        return _to_rollouts(self.map(info).take(pa.array(rows, pa.int64())))
-
     def sample_columns(self, infos: Sequence[ShardInfo]) -> SampleColumns:
         """Roles, grades and lengths of all rollouts of these shards, each verified. Raises DamagedFileError."""
         parts = [SampleColumns.of_batch(self.map(info)) for info in infos]

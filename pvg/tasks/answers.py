@@ -73,7 +73,9 @@ def read(text: str) -> FinalAnswer | str:
         if mark.marker == "boxed" or not _announces_nothing(text, mark):
             end = mark.end if mark.marker == "boxed" else _answer_end(text, mark, len(text))
             denied = mark.marker == "boxed" and NO_BOX.search(text, max(0, mark.start - 40), mark.start)
-            found = None if denied or RETRACTED.match(text, end) else _number_in(text[mark.start : end])
+            said = None if denied or RETRACTED.match(text, end) else text[mark.start : end]
+            # Its only number, the result of its calculation, or the value of its expression.
+            found = said and (_written(said, solution=True) or _from_latex(said))
             return FinalAnswer(*found, mark.marker) if found else UNCLEAR
     if marks and _ends_text(text, marks[-1]):
         return UNCLEAR
@@ -330,11 +332,6 @@ DECIMAL = rf"(?:(?:{GROUPED}|[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][-+]?[0-9]+
 SINGLE = re.compile(DECIMAL)
 RATIO = re.compile(rf"({DECIMAL}) ?/ ?({DECIMAL})")
 MIXED = re.compile(r"([0-9]++) ([0-9]++) ?/ ?([0-9]++)")
-
-
-def _number_in(segment: str) -> tuple[str, Fraction] | None:
-    """Text and value of an answer: of its only number, of the result of its calculation, or of its expression."""
-    return _written(segment, solution=True) or _from_latex(segment)
 
 
 def _written(segment: str, *, solution: bool) -> tuple[str, Fraction] | None:

@@ -437,14 +437,9 @@ def windows(code: str) -> Counter[tuple[str, ...]]:
     return Counter(tuple(tokens[at : at + WINDOW]) for at in range(max(1, len(tokens) - WINDOW + 1)) if tokens)
 
 
-def similarity(code: str, other: str) -> float:
-    """From 0 (nothing in common) to 1 (`code` contains all of `other`, up to names, comments and layout). Two empty
-    programs are equal."""
-    return _likeness(windows(code), windows(other))
-
-
-def _likeness(code: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -> float:
-    """|A & B| / |B|, but at least their Jaccard similarity."""
+def similarity(code: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -> float:
+    """|A & B| / |B|: from 0 (nothing in common) to 1 (`code` contains all of `other`, up to names, comments and
+    layout). Two empty programs are equal."""
     if not other:
         return 0.0 if code else 1.0
     return (code & other).total() / other.total()
@@ -458,11 +453,11 @@ def similarities(codes: Sequence[str], references: Sequence[str], groups_N: NDAr
     of_text = {text: windows(text) for text in set(references)}
     for row, text in enumerate(references):
         if counted[row]:
-            found_N[row] = _likeness(counted[row], of_text[text])
+            found_N[row] = similarity(counted[row], of_text[text])
     for number in np.unique(groups_N):
         rows = [int(row) for row in np.flatnonzero(groups_N == number) if counted[row]]
         for row in rows:
-            others = [_likeness(counted[row], counted[other]) for other in rows if other != row]
+            others = [similarity(counted[row], counted[other]) for other in rows if other != row]
             if others:
                 found_N[row] = max(found_N[row], np.float32(sum(others) / len(others)))
     return found_N

@@ -45,9 +45,8 @@ if TYPE_CHECKING:
 # Reads the rows of a task's data files: JSON lines, CSV or parquet.
 
 KINDS = (".jsonl", ".csv", ".parquet")
-SHARD = re.compile(
-    r"-\d+(?:-of-(\d+))?(?:-[0-9a-f]+)?\.parquet"
-)  # the end of a file's name; the group counts the files
+# The end of a file's name; the group counts the files.
+SHARD = re.compile(r"-\d+(?:-of-(\d+))?(?:-[0-9a-f]+)?\.parquet")
 
 
 def files_of(directory: Path) -> tuple[dict[Split, list[Path]], str]:
@@ -82,7 +81,9 @@ def _files(folder: Path, split: Split) -> list[Path]:
     files = sorted(file for file in folder.glob(f"{split}-*.parquet") if SHARD.fullmatch(file.name, len(split)))
     for file in files:
         check_regular(file)
-    _refuse_gaps(files)
+    counts = [int(found[1]) for file in files if (found := SHARD.search(file.name)) and found[1]]
+    if len(files) != (wanted := max(counts, default=len(files))):
+        raise MissingRequirementError(f"{folder} has {len(files)} of {wanted} files like {files[0].name}.")
     return files
 
 
@@ -209,14 +210,6 @@ def no_column(row: Mapping[str, object], names: Mapping[str, str], place: str) -
     there, remedy = shortened(", ".join(map(str, row))), f"Correct the row{named and f', or name the column: {named}'}."
     missing = " or ".join(map(repr, names))
     return ConfigurationError(f"{place}: there is no column {missing}, but: {there}.", remedy)
-
-
-def _refuse_gaps(files: Sequence[Path]) -> None:
-    """Raises MissingRequirementError if a split has several parquet files and one is missing."""
-    counts = [int(found[1]) for file in files if (found := SHARD.search(file.name)) and found[1]]
-    wanted = max(counts, default=len(files))
-    if len(files) != wanted:
-        raise MissingRequirementError(f"{files[0].parent} has {len(files)} of {wanted} files like {files[0].name}.")
 
 
 # The graders of `task.kind = "data"`: each reads the answer in a completion, and compares it with the row's answer.

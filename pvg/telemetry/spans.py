@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,6 +57,12 @@ class Span:
     depth: int
     track: str
     device_s: float | None = None
+
+
+def span_rows(spans: Iterable[Span], **place: Any) -> Iterator[dict[str, Any]]:
+    """Spans as lines of spans.jsonl. `place`: their round, phase and step."""
+    for span in spans:
+        yield {name: value for name, value in asdict(span).items() if value is not None} | place
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,7 +272,9 @@ class Trainer(Generic[BatchT]):
     def _train_on(self, batch: BatchT) -> StepReport:
         try:
             with span("pack"):
-                parts = self._split(self._objective.prepare(batch))
+                prepared, others = self._objective.prepare(batch), self._workers or self._ranks
+                shards = [prepared] if others is None else others.shards(prepared)
+                parts = [self._objective.split(shard) for shard in shards]  # the micro-batches of each shard
             with span("forward_backward", device=True):
                 metrics = self._accumulate(parts)
             with span("optimizer", device=True):
@@ -289,12 +291,6 @@ class Trainer(Generic[BatchT]):
         report = StepReport(self._steps, metrics)
         self._steps += 1
         return report
-
-    def _split(self, prepared: BatchT) -> list[list[BatchT]]:
-        """The micro-batches of each shard; without other processes, the whole batch is one shard."""
-        others = self._workers or self._ranks
-        shards = [prepared] if others is None else others.shards(prepared)
-        return [self._objective.split(shard) for shard in shards]
 
     def _gradients(self, parts: Sequence[Sequence[BatchT]]) -> tuple[list[float], Metrics]:
         """Put the sum of the micro-batches' gradients into the parameters, or into those of the ranks. Returns their

@@ -244,7 +244,6 @@ class BenchMetric:
 
     unit: str
     better: Better
-    meaning: str = ""
 
 
 class Workload(Protocol):
@@ -273,7 +272,6 @@ class Workload(Protocol):
 
 
 WALL = "wall_s"
-WALL_MEASURE = BenchMetric("s", "lower", "wall time of one sample")
 
 
 # --- the table of workloads -------------------------------------------------------------------------------------------

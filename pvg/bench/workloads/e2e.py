@@ -1,8 +1,5 @@
 """Whole steps of the game: sample, grade, score, reward, credit, reference, train, publish.
 
-    pvg bench --profile e2e                 # one GRPO step of the embedded game per sample
-    pvg bench --profile e2e --ablate        # all optimizations off, then each one enabled in turn
-
 The game's prover phase (pvg.game.prover_phase) plays the steps against the untrained verifier, with threshold 0. Every
 sample is the first steps of a fresh phase: weights, optimizer, caches and seeds are reset, so each sample does the same
 work, up to floating-point ties. Nothing is committed; a game does that every `store.commit_every` steps.
@@ -126,14 +123,10 @@ class EndToEnd:
     """See the module. One sample is `steps` optimizer steps from the start."""
 
     measures: Mapping[str, BenchMetric] = {
-        "step_s": BenchMetric(
-            "s", "lower", "wall time of one optimizer step, from its prompts to its published weights"
-        ),
-        "steps_per_hour": BenchMetric("steps/h", "higher", "optimizer steps per hour"),
-        "tokens_per_s": BenchMetric("tokens/s", "higher", "completion tokens per second of whole steps"),
-        "rollouts_per_s": BenchMetric(
-            "rollouts/s", "higher", "rollouts sampled, graded, scored and trained on per second"
-        ),
+        "step_s": BenchMetric("s", "lower"),  # of an optimizer step, from its prompts to its published weights
+        "steps_per_hour": BenchMetric("steps/h", "higher"),
+        "tokens_per_s": BenchMetric("tokens/s", "higher"),  # of completions
+        "rollouts_per_s": BenchMetric("rollouts/s", "higher"),
     }
 
     def __init__(self, experiment: Experiment, steps: int, executor: Executor | None = None) -> None:

@@ -1,7 +1,5 @@
 """A reader's beliefs after each prefix of traces (pvg.traces): what CIR costs.
 
-    pvg bench --profile reading --ablate
-
 Each sample computes P(answer) after every token of `traces` sums modulo 10 with `terms` numbers. With `shared` it
 computes what the prefixes of a trace have in common once, in about one forward pass; without it each prefix is a row.
 """
@@ -39,7 +37,7 @@ def make(settings: BenchSettings) -> Workload:
 
 class ReadingWork:
     measures: Mapping[str, BenchMetric] = {
-        "prefixes_per_s": BenchMetric("1/s", "higher", "prefixes after which P(answer) is known, per second")
+        "prefixes_per_s": BenchMetric("1/s", "higher")  # prefixes after which P(answer) is known
     }
 
     def __init__(self, source: str, workload: ReadingWorkSettings) -> None:

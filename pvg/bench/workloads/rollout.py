@@ -1,8 +1,5 @@
 """Engine and dispatcher alone: the base prover samples groups of fixed prompts, and the solutions are graded.
 
-    pvg bench --profile rollout                    # 256 rollouts of fixed prompts per sample
-    pvg bench --profile rollout --server URL       # on vLLM servers: the profile rollout-vllm
-
 Each request has a fixed seed, the same in every sample. So the sampled tokens depend neither on the batches nor on
 earlier samples, up to floating-point ties. The report's work therefore describes the orders; the tokens that they
 yield are in `derived`.
@@ -106,24 +103,18 @@ def model_facts(model: LanguageModel) -> dict[str, Any]:
 FIRST_PLAIN = 3  # lower ids are often special tokens
 
 MEASURES = {
-    "tokens_per_s": BenchMetric("tokens/s", "higher", "completion tokens per second of sampling"),
-    "prompt_tokens_per_s": BenchMetric(
-        "tokens/s", "higher", "prompt tokens served per second of sampling, shared or not"
-    ),
-    "rollouts_per_s": BenchMetric("rollouts/s", "higher", "rollouts per second"),
-    "latency_p50_s": BenchMetric("s", "lower", "a rollout's time in the engine, queued and served: median"),
-    "latency_p90_s": BenchMetric("s", "lower", "the same: 90th percentile"),
-    "latency_p99_s": BenchMetric("s", "lower", "the same: 99th percentile"),
-    "group_straggle_s": BenchMetric(
-        "s", "lower", "from a group's first finished rollout to its last: mean over groups"
-    ),
-    "engine_batch": BenchMetric("rows", "higher", "unfinished rows per decoding step, mean over the steps"),
+    "tokens_per_s": BenchMetric("tokens/s", "higher"),  # of completions
+    "prompt_tokens_per_s": BenchMetric("tokens/s", "higher"),  # shared or not
+    "rollouts_per_s": BenchMetric("rollouts/s", "higher"),
+    # A rollout's time in the engine, queued and served.
+    **{f"latency_p{percentile}_s": BenchMetric("s", "lower") for percentile in (50, 90, 99)},
+    "group_straggle_s": BenchMetric("s", "lower"),  # from a group's first finished rollout to its last, mean
+    "engine_batch": BenchMetric("rows", "higher"),  # unfinished rows per decoding step; on servers: requests in flight
 }
 ON_SERVERS = {
-    "engine_batch": BenchMetric("rows", "higher", "requests in flight, mean over the time of sampling"),
-    "prefix_share": BenchMetric("1", "higher", "share of the prompt tokens that came from a prefix cache"),
-    "reading_us": BenchMetric("us/token", "lower", "this process's time to read the completions from replies"),
-    "reading_json_us": BenchMetric("us/token", "lower", "the same for vLLM's own form, a JSON object per token"),
+    "prefix_share": BenchMetric("1", "higher"),  # share of the prompt tokens that came from a prefix cache
+    "reading_us": BenchMetric("us/token", "lower"),  # this process's time to read the completions from replies
+    "reading_json_us": BenchMetric("us/token", "lower"),  # the same for vLLM's own form, a JSON object per token
 }
 
 
@@ -166,9 +157,10 @@ class RolloutWorkload:
         players, workload = self._players, self._workload
         render = prompt_renderer(self._experiment.prompts, players.base.tokenizer)
         orders = fixed_orders(self._experiment, players.task, render, workload.rollouts, workload.seed)
-        if workload.prompt_tokens is None:
+        if (length := workload.prompt_tokens) is None:
             return orders
-        return with_random_prompts(orders, workload.prompt_tokens, players.base.tokenizer.vocab_size, workload.seed)
+        random, ids = generator_for(workload.seed, "bench", "prompts"), (FIRST_PLAIN, players.base.tokenizer.vocab_size)
+        return [replace(order, prompt_ids=random.integers(*ids, length, dtype=np.int32)) for order in orders]
 
     def work(self) -> dict[str, Any]:
         orders, rollout = self._orders, self._experiment.rollout
@@ -259,11 +251,3 @@ def dispatcher(players: Players, *, fixed_length: bool) -> Dispatcher:
     stops = () if fixed_length else tokenizer.end_ids
     sampling = Sampling(rollout.max_tokens, stops, rollout.temperature)
     return Dispatcher(players.engine, players.task, tokenizer, sampling, rollout.concurrency, players.grading)
-
-
-def with_random_prompts(orders: Sequence[GroupOrder], length: int, vocabulary: int, seed: int) -> list[GroupOrder]:
-    """The same groups, each with a different prompt of `length` random tokens."""
-    random = generator_for(seed, "bench", "prompts")
-    return [
-        replace(order, prompt_ids=random.integers(FIRST_PLAIN, vocabulary, length, dtype=np.int32)) for order in orders
-    ]

@@ -1,9 +1,5 @@
 """`sync`: weight updates through the publisher, with the engine idle and while it serves many streams.
 
-    pvg bench --profile sync
-    pvg bench --profile sync --sweep rollout.engine.max_rows=16,32,64,150
-    pvg bench --profile sync --server http://127.0.0.1:8000      # a vLLM server
-
 One sample has four parts: updates of the idle engine; the streams alone; the streams during as many updates back to
 back, at moments spread evenly over a batch; the streams alone again.
 
@@ -56,37 +52,25 @@ if TYPE_CHECKING:
 # Its multiples modulo 1 fill the unit interval evenly: they choose the moments of a batch to update at.
 GOLDEN = (5**0.5 - 1) / 2
 PERCENTILES = (50, 95, 99)
-TIMES = {
-    "wall": "an update from the call to the return",
-    "rpc": "the engine's work on it: copying the weights, or a server's pause, load and resume",
-    "queue": "the rest: waiting for the engine, or for a connection, either event loop and the network",
-}
-# Keys of `SyncTiming.parts` of a vLLM server, and their meanings.
-PARTS = {
-    "arrival": "the part of queue before the server received the call's first byte",
-    "pause": "stopping the engine between two steps and dropping its caches",
-    "load": "reading the weights and loading them into the model",
-    "resume": "restarting the engine",
-    "stage": "writing the weights to the shared folder, before the call",
-}
-RATES: dict[str, BenchMetric] = {
-    "tokens_per_s_before": BenchMetric("tokens/s", "higher", "completion tokens per second of the streams alone"),
-    "tokens_per_s_during": BenchMetric("tokens/s", "higher", "the same during back-to-back updates"),
-    "tokens_per_s_after": BenchMetric("tokens/s", "higher", "the same of the streams alone afterwards"),
-}
+# Of an update. wall: from the call to the return. rpc: the engine's work on it (copying the weights, or a server's
+# pause, load and resume). queue: waiting for the engine, or for a connection, either event loop and the network.
+TIMES = ("wall", "rpc", "queue")
+# Keys of `SyncTiming.parts` of a vLLM server. arrival: the part of queue before the call's first byte. pause, resume:
+# stopping and restarting the engine. load: reading and loading the weights. stage: writing them, before the call.
+PARTS = ("arrival", "pause", "load", "resume", "stage")
+# Completion tokens of the streams alone, during back-to-back updates, and alone again.
+RATES = {f"tokens_per_s_{when}": BenchMetric("tokens/s", "higher") for when in ("before", "during", "after")}
 MEASURES: dict[str, BenchMetric] = (
     {
-        f"{load}_{name}_p{percentile}_ms": BenchMetric("ms", "lower", f"{meaning}; {load}, percentile {percentile}")
+        f"{load}_{name}_p{percentile}_ms": BenchMetric("ms", "lower")
         for load in ("idle", "loaded")
-        for name, meaning in TIMES.items()
+        for name in TIMES
         for percentile in PERCENTILES
     }
     | RATES
-    | {"request_p50_ms": BenchMetric("ms", "lower", "one request in the engine during the updates: median")}
+    | {"request_p50_ms": BenchMetric("ms", "lower")}  # one request in the engine during the updates
 )
-SERVER_MEASURES = {
-    f"{part}_p50_ms": BenchMetric("ms", "lower", f"{meaning}; loaded, median") for part, meaning in PARTS.items()
-}
+SERVER_MEASURES = {f"{part}_p50_ms": BenchMetric("ms", "lower") for part in PARTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +217,7 @@ class SyncWorkload:
         rollout = experiment.rollout
         self._sampling = Sampling(max_tokens=rollout.max_tokens, stop_ids=(), temperature=rollout.temperature)
         self.measures: Mapping[str, BenchMetric] = MEASURES | (SERVER_MEASURES if self._served else {})
-        self._parts = tuple(PARTS) if self._served else ()
+        self._parts = PARTS if self._served else ()
         self.loaded: list[RequestStreams] = []  # one per sample, as are the
         self._rates: list[dict[str, float]] = []  # RATES
 

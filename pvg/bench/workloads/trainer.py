@@ -1,9 +1,5 @@
 """The prover's trainer alone: optimizer steps on fixed rollouts, with everything that a step of the game computes.
 
-    pvg bench --profile trainer                             # 256 rollouts, sampled once before the first sample
-    pvg bench --profile trainer --sweep training.kl.coefficient=0,0.02
-    pvg bench --profile trainer --set workload.shape=turns --sweep workload.alike=false,true --interleave
-
 One sample trains once on the batch with the experiment's loss, precision and micro-batches, including AdamW's step. It
 also does the forward passes that the experiment requires: the KL's reference, and the recomputed log-probs of the
 sampler if `rollout.logprobs` asks for them. The learning rate is 0: AdamW does the same work at any rate, and the
@@ -59,9 +55,9 @@ if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
 
 MEASURES = {
-    "tokens_per_s": BenchMetric("tokens/s", "higher", "positions trained on, prompts included, padding excluded"),
-    "rollouts_per_s": BenchMetric("rollouts/s", "higher", "rollouts trained on"),
-    "step_s": BenchMetric("s", "lower", "one optimizer step with all its forward passes"),
+    "tokens_per_s": BenchMetric("tokens/s", "higher"),  # prompts included, padding excluded
+    "rollouts_per_s": BenchMetric("rollouts/s", "higher"),
+    "step_s": BenchMetric("s", "lower"),  # with all its forward passes
 }
 
 

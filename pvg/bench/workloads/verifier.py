@@ -1,8 +1,5 @@
 """The verifier: scoring solutions without and with the cache, and training on pairs of them.
 
-    pvg bench --profile verifier
-    pvg bench --profile verifier --sweep verifier.pairs=32,64,128
-
 `open` samples the solutions with the base prover and stores them in a temporary run, as a mint does. Each sample starts
 from the verifier's initial state:
 
@@ -73,10 +70,10 @@ def make(settings: BenchSettings) -> Workload:
 
 class VerifierWork:
     measures: Mapping[str, BenchMetric] = {
-        "cold_scores_per_s": BenchMetric("scores/s", "higher", "solutions scored per second with an empty cache"),
-        "warm_scores_per_s": BenchMetric("scores/s", "higher", "the same solutions scored again from the cache"),
-        "first_batch_s": BenchMetric("s", "lower", "from opening the store to the first training batch"),
-        "pairs_per_s": BenchMetric("pairs/s", "higher", "pairs drawn and trained on per second"),
+        "cold_scores_per_s": BenchMetric("scores/s", "higher"),  # with an empty cache
+        "warm_scores_per_s": BenchMetric("scores/s", "higher"),  # again, from the cache
+        "first_batch_s": BenchMetric("s", "lower"),  # from opening the store to the first training batch
+        "pairs_per_s": BenchMetric("pairs/s", "higher"),  # drawn and trained on
     }
 
     def __init__(

@@ -47,10 +47,6 @@ PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 Instruction = tuple[int, int, int, int]
 
 
-def filter_supported() -> bool:
-    return platform.machine() in ARCHITECTURES
-
-
 def filter_program(pid: int, *, processes: bool) -> list[Instruction]:
     """The filter for the process `pid`, as (code, jump if true, jump if false, k)."""
     column, architecture = ARCHITECTURES[platform.machine()]

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pvg.tasks.code_problems import normalised, similarities, similarity
+from pvg.tasks import code_problems
+from pvg.tasks.code_problems import normalised, similarities, windows
+
+
+def similarity(code: str, other: str) -> float:
+    return code_problems.similarity(windows(code), windows(other))
+
 
 ONE = "def f(n):\n    return n + 1"
 
