@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 VARIABLE = "GOMP_SPINCOUNT"
 TURNS = 30_000
 OTHERS = ("OMP_WAIT_POLICY",)  # a user who sets this has made the choice
 CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # oneDNN's own, and torch's
 KEPT = 64  # a layer needs some 25, forward and backward
-PAGES = "THP_MEM_ALLOC_ENABLE"  # torch's
+PAGES, ON_REQUEST = "THP_MEM_ALLOC_ENABLE", Path("/sys/kernel/mm/transparent_hugepage")  # torch's, and Linux's
 
 
 def bound_spinning() -> bool:
@@ -30,7 +31,8 @@ def bound_spinning() -> bool:
         return False
     if not any(name in os.environ for name in CACHES):
         os.environ |= dict.fromkeys(CACHES, str(KEPT))
-    os.environ.setdefault(PAGES, "1")
+    if ON_REQUEST.is_dir():
+        os.environ.setdefault(PAGES, "1")
     if any(name in os.environ for name in (VARIABLE, *OTHERS)):
         return False
     os.environ[VARIABLE] = str(TURNS)

@@ -45,7 +45,10 @@ def test_the_command_bounds_what_onednn_keeps_unless_the_user_decided() -> None:
 @pytest.mark.parametrize(("start", "asks"), [("pop('{}', None)", True), ("update({{'{}': '0'}})", False)])
 def test_large_tensors_ask_for_large_pages_unless_the_user_decided(start: str, asks: bool) -> None:
     start = f"import os; os.environ.{start.format('THP_MEM_ALLOC_ENABLE')}; import pvg_cli.main, torch; "
-    assert say(f"{start}large = torch.ones(1 << 24); print(' hg' in open('/proc/self/smaps').read())") == str(asks)
+    ask = (
+        "print(' hg' in open('/proc/self/smaps').read().partition(f'{at:x}-')[2].partition('VmFlags')[2].split('-')[0])"
+    )
+    assert say(f"{start}large = torch.ones(1 << 26); at = large.data_ptr() & ~0xFFF; {ask}") == str(asks)
 
 
 def test_once_torch_is_loaded_it_is_too_late_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

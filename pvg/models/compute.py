@@ -98,14 +98,15 @@ KEPT_BYTES = 1 << 28
 M_MMAP_THRESHOLD = -3
 
 
-def return_freed_memory(needed: int, at_once: int = 1 << 25) -> None:
+def return_freed_memory(needed: int, at_once: int | None = None) -> None:
     """Call before `needed` bytes are taken, if they may be more than KEPT_BYTES. Gives freed blocks that glibc keeps
-    back to the system. From now on, freed blocks of `at_once` bytes go back by themselves: by default 32 MB, to which
-    glibc's own limit rises. Below it, the system clears memory for each new block, which takes time."""
+    back to the system. From now on, freed blocks of `at_once` bytes go back by themselves; None: as before, at first
+    those of glibc's limit, which rises to 32 MB. The system clears memory for each new block, which takes time."""
     if needed > KEPT_BYTES and sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):  # other C libraries have none
-            libc.mallopt(M_MMAP_THRESHOLD, at_once)
+            if at_once is not None:
+                libc.mallopt(M_MMAP_THRESHOLD, at_once)
             libc.malloc_trim(0)
 
 
@@ -286,21 +287,19 @@ def product_dtype(query_TE: Tensor) -> torch.dtype:
 def attend(
     query_BQE: Tensor, key_BKE: Tensor, value_BKE: Tensor, mask: Tensor | None, heads: int, scaling: float | None
 ) -> Tensor:
-    """Attention of padded rows [B, Q, E]. Keys and values may have fewer heads. Without a mask it is causal, and the
-    last query sees all K keys."""
+    """Attention of padded rows [B, Q, E]. Keys and values may have fewer heads. See Block for the mask."""
     size = query_BQE.shape[2] // heads
     query, key, value = (
         tensor.view(*tensor.shape[:2], -1, size).transpose(1, 2) for tensor in (query_BQE, key_BKE, value_BKE)
     )
     repeats, dtype = heads // key.shape[1], product_dtype(query)
     if query.device.type == "cpu" and dtype in HALVES:
+        mask = None if mask is None or len(mask) == 1 else mask  # what causality hides needs no product
         given = (query.to(dtype), key.to(dtype), value.to(dtype), mask, size**-0.5 if scaling is None else scaling)
         mixed_BHQE = cast(Tensor, _PartedAttention.apply(*given))  # type: ignore[no-untyped-call]
         return mixed_BHQE.transpose(1, 2).flatten(2)
     if query.device.type != "cpu":  # a CPU's kernel takes fewer heads of keys as they are
         key, value, repeats = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), 1
-    if mask is None and (before := key.shape[2] - query.shape[2]):
-        mask = query.new_full((query.shape[2], key.shape[2]), -torch.inf).triu_(1 + before)
     mask = mask if mask is None else mask.to(query.dtype)
     mixed_BHQE = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=repeats > 1
@@ -309,9 +308,9 @@ def attend(
 
 
 class _PartedAttention(torch.autograd.Function):
-    """Attention of queries [B, H, Q, D] to keys and values [B, K, L, D]. H is a multiple of K. `mask` [1 or B, 1, Q, L]
-    float32 is added to the scores; see `attend`. Keeps the inputs alone: the backward pass computes the weights again.
-    """
+    """Attention of queries [B, H, Q, D] to keys and values [B, K, L, D]. H is a multiple of K. `mask` [B, 1, Q, L]
+    float32 is added to the scores; None: causal, and the last query sees all keys. Keeps the inputs alone: the backward
+    pass computes the weights again."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
@@ -345,12 +344,13 @@ class _PartedAttention(torch.autograd.Function):
 
 
 def _parts(query_BHQD: Tensor, key_BKLD: Tensor, mask: Tensor | None) -> Iterator[tuple[slice, slice, int]]:
-    """Rows, their queries, and the number of keys that these may see."""
+    """Rows, their queries, and the number of keys that these may see. Of tensors without memory, a largest part."""
     (count, heads, queries, _), keys = query_BHQD.shape, key_BKLD.shape[2]
     at_once = min(queries, max(LEAST_QUERIES, SCORES_AT_ONCE // (heads * keys)))
     rows = max(1, SCORES_AT_ONCE // (heads * at_once * keys))
-    for row in range(0, count, rows):
-        for first in range(0, queries, at_once):
+    whole = type(query_BHQD) is Tensor
+    for row in range(0, count if whole else 1, rows):
+        for first in range(0 if whole else queries - at_once, queries, at_once):
             last = min(first + at_once, queries)
             yield slice(row, row + rows), slice(first, last), keys if mask is not None else keys - queries + last
 
@@ -364,14 +364,15 @@ def _weights(query_BHQD: Tensor, key_BKLD: Tensor, how: Any, rows: slice, own: s
         count = queries.shape[2]
         by_query[..., keys - count :].add_(scores.new_full((count, count), -torch.inf).triu_(1))
     else:
-        by_query.add_(how.mask.expand(len(query_BHQD), -1, -1, -1)[rows, :, own])
+        by_query.add_(how.mask[rows, :, own])
     return torch.softmax(scores, 3)
 
 
 def _products(x_BKMD: Tensor, y_BKLD: Tensor) -> Tensor:
     """x y' of each head in float32, [B, K, M, L]."""
     (count, heads, queries, _), keys = x_BKMD.shape, y_BKLD.shape[2]
-    if not _onednn() or queries * y_BKLD[0, 0].numel() < LEAST_BY_HEAD:
+    large = queries * keys * x_BKMD.shape[3] >= LEAST_BY_HEAD and type(x_BKMD) is Tensor
+    if not large or not _onednn():
         return x_BKMD @ y_BKLD.transpose(2, 3)
     found, y_BKLD = x_BKMD.new_empty(count, heads, queries, keys), y_BKLD.contiguous()  # it is slow for other strides
     for place in itertools.product(range(count), range(heads)):

@@ -583,7 +583,7 @@ class Block:
 
     `queries_BQ` and `keys_BK` are tokens among the T of packed rows; padding is some token of the segment. `results_S`:
     the positions of [B * Q] whose results count, in the order of the tokens. `mask`: what is added to the products,
-    [B, 1, Q, K]; None: causal, the last query sees all keys.
+    [B, 1, Q, K], or [1, 1, Q, K] if it is causal and the last query sees all keys. None: causal, Q = K.
     """
 
     queries_BQ: Tensor
@@ -618,8 +618,8 @@ class Block:
             own_BQ = own_B[:, None] - 1 if last else np.broadcast_to(np.arange(longest), (len(own_B), longest))
             counts_BQ = own_BQ < own_B[:, None]
             queries_BQ = begins_B1 + np.where(counts_BQ, own_BQ, 0)
-            if last or (before_B != before_B[0]).any():
-                hidden_BQK = after_BK[:, None] > own_BQ[:, :, None]
+            equal = (before_B == before_B[0]).all() and not last
+            hidden_BQK = (after_BK[:, None] > own_BQ[:, :, None])[: 1 if equal else None]
         mask = None if hidden_BQK is None else np.where(hidden_BQK, -np.inf, 0.0).astype(np.float32)[:, None]
         arrays = (queries_BQ, keys_BK, np.flatnonzero(counts_BQ))
         queries, keys, results = (torch.from_numpy(array).to(device) for array in arrays)
