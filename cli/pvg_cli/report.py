@@ -101,22 +101,17 @@ def opened(targets: list[str], runs: Path) -> list[RunDirectory]:
     from pvg.store.run_directory import RunDirectory
 
     for target in targets:
-        _refuse_study(target, runs)
+        for folder in (runs / target, Path(target)):
+            if (folder / "study.json").is_file():  # a study has its own command and page
+                raise UsageError(
+                    f"{target} is a study, not a run; its page is {folder / 'study.html'}.",
+                    f"To see its tables: pvg study {shlex.quote(folder.name)} --only-table. To see a run: pvg view RUN",
+                )
     directories = [RunDirectory.open(target, runs) for target in targets]
     places = [directory.path.resolve() for directory in directories]
     if twice := next((target for target, place in zip(targets, places, strict=True) if places.count(place) > 1), None):
         raise UsageError(f"The run {twice!r} is given twice.", "Give each run once.")
     return directories
-
-
-def _refuse_study(target: str, runs: Path) -> None:
-    """Raise UsageError if the target is a study, which has its own command and page."""
-    for folder in (runs / target, Path(target)):
-        if (folder / "study.json").is_file():
-            raise UsageError(
-                f"{target} is a study, not a run; its page is {folder / 'study.html'}.",
-                f"To see its tables: pvg study {shlex.quote(folder.name)} --only-table. To see a run: pvg view RUN",
-            )
 
 
 def show_run(run: RunDirectory, page: Path | None, as_json: bool, examples: int = EXAMPLES) -> None:

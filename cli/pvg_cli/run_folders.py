@@ -35,10 +35,12 @@ def list_(runs: RunsOption = Path("runs"), as_json: JsonOption = False, debug: D
     import time
 
     from pvg.reporting.follow import list_runs, runs_table
-    from pvg.store.run_directory import half_removed
+    from pvg.store.run_directory import half_removed, refuse_no_folder
     from pvg_cli.output import stdout
 
-    _refuse_no_folder(runs)
+    refuse_no_folder(runs)
+    if runs != Path("runs") and not runs.exists():  # the default folder appears with the first run
+        raise UsageError(f"There is no folder {runs}.", "Give the folder that contains the runs: --runs FOLDER")
     found = list_runs(runs)
     if as_json:
         emit({"runs": [run.plain() for run in found]})
@@ -52,15 +54,6 @@ def list_(runs: RunsOption = Path("runs"), as_json: JsonOption = False, debug: D
     for name in half_removed(runs):
         what = f"{name} is half removed: `pvg runs remove` was killed. To finish it: pvg runs remove"
         say(f"{what} {shlex.quote(name)}{'' if runs == Path('runs') else f' --runs {shlex.quote(str(runs))}'}")
-
-
-def _refuse_no_folder(runs: Path) -> None:
-    """Raises UsageError if --runs names no folder. The default folder appears with the first run."""
-    from pvg.store.run_directory import refuse_no_folder
-
-    refuse_no_folder(runs)
-    if runs != Path("runs") and not runs.exists():
-        raise UsageError(f"There is no folder {runs}.", "Give the folder that contains the runs: --runs FOLDER")
 
 
 @app.command()

@@ -65,16 +65,6 @@ REPORTED = ("model", "dtype", "max_model_len", "max_num_seqs", "prefix_caching",
 OnServer = Callable[[str], None]
 
 
-def refuse_swept(keys: Iterable[str]) -> None:
-    """Raises UsageError for a setting that running servers cannot change."""
-    fixed = sorted({f"{key}.kind" if key in TABLES else key for key in keys} & FIXED_AT_START)
-    if fixed:
-        raise UsageError(
-            f"{fixed[0]} is fixed when a server starts, so it cannot be swept over running servers.",
-            "Use --serve instead of --server: the benchmark then starts a server for each value.",
-        )
-
-
 async def look(experiment: Experiment) -> list[ServerInfo]:
     """The descriptions of the experiment's servers. Raises ServerUnavailableError for a server that does not answer,
     MissingRequirementError for one without pvg's routes, ConfigurationError for a wrong key."""
@@ -145,8 +135,6 @@ ALL_SLOW = "all slow"
 
 @dataclass(frozen=True)
 class PlannedVariant:
-    """One variant to measure."""
-
     label: str
     overrides: dict[str, Any]
     settings: BenchSettings
@@ -200,8 +188,12 @@ def plan_bench(
     ]
     for choice in choices:
         _check_headline(make_workload(choice.settings).measures, base)
-    if not serve and any(map(is_served, choices)):
-        refuse_swept(key for choice in choices for key in choice.overrides)
+    swept = {f"{key}.kind" if key in TABLES else key for choice in choices for key in choice.overrides}
+    if not serve and any(map(is_served, choices)) and (fixed := sorted(swept & FIXED_AT_START)):
+        raise UsageError(
+            f"{fixed[0]} is fixed when a server starts, so it cannot be swept over running servers.",
+            "Use --serve instead of --server: the benchmark then starts a server for each value.",
+        )
     wanted = profile.interleave or None if interleave is None else interleave
     return BenchPlan(kind, base, tuple(choices), _interleaved(kind, choices, wanted), serve)
 

@@ -29,9 +29,6 @@ class StrictRecord(BaseModel):
         return self.model_dump(mode="json")
 
 
-# Players of other runs as models: `run:RUN[/round-N][/prover|/verifier]`, such as `run:mine/round-2/verifier`.
-
-
 # Ids of models and datasets of the Hugging Face hub: `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION`.
 
 WORD = r"\w(?:[\w.-]*\w)?"

@@ -11,8 +11,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pvg.config.base import ByKind, Count, Folder, Fraction, NotEmpty, Positive, Section, Source, _names
 from pvg.inputs import has_place
 
-# The processes that compute: the section `[cluster]` of an experiment.
-
 
 class AutoCluster(Section):
     """Local workers if the models are the embedded ones on a CPU, and the machine has Linux and two cores or more;

@@ -227,9 +227,6 @@ class Training(Section):
         return self.loss.kind in ("spo", "rae")
 
 
-# `[warmup]`: what the prover learns from given solutions before the game begins.
-
-
 class Warmup(Section):
     """Before round 0 the prover learns to write the solutions of a file. The result is the base prover of the game. The
     file has the columns `question` and `solution`, and may have `role`: "helpful" (the default) or "sneaky"."""

@@ -1,9 +1,4 @@
-"""A finished round of a run: its verifier, its prover's weights, and the facts that a user of them needs.
-
-finished = FinishedRound.open(RunDirectory.open("mine", Path("runs")))
-with finished.scorer() as scorer:
-    scores_N = await scorer.score(solutions)
-"""
+"""A finished round of a run: its verifier, its prover's weights, and the facts that a user of them needs."""
 
 from __future__ import annotations
 

@@ -364,7 +364,9 @@ def _write_classifier(model: LanguageModel, weight_D: torch.Tensor, folder: Path
     module = model.module
     labels: dict[str, Any] = {"id2label": {0: "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     config = type(module.config).from_dict({**module.config.to_dict(), **labels})
-    config.pad_token_id = _padding(model)
+    # What transformers skips at the end of a row. It must not be the end token, which ends every row.
+    pad, end = model.tokenizer.pad_id, model.tokenizer.eos_id
+    config.pad_token_id = pad if pad != end else int(end == 0)
     try:
         classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     except ValueError:
@@ -380,12 +382,6 @@ def _write_classifier(model: LanguageModel, weight_D: torch.Tensor, folder: Path
         layer.weight.copy_(weight_D[None])
     _write_module(classifier, folder, facts)
     model.tokenizer.save(folder)
-
-
-def _padding(model: LanguageModel) -> int:
-    """The token that transformers skips at the end of a row. It must not be the end token, which ends every row."""
-    tokenizer = model.tokenizer
-    return tokenizer.pad_id if tokenizer.pad_id != tokenizer.eos_id else int(tokenizer.eos_id == 0)
 
 
 WRITERS: dict[type[VerifierModel], Callable[[VerifierModel, Path, dict[str, Any]], None]] = {

@@ -427,8 +427,11 @@ class Prefetcher(FreshGroups):
     async def _sampled(self, batch: int, order: GroupOrder, gate: AdmissionGate) -> Group:
         """Sample the ordered group, and score it unless that delays the trainer."""
         (group,) = await self._orders.sample([order], batch, gate)
-        if self._scored == "background":
-            self._score_soon(group)
+        if self._scored == "background":  # together with others, or at once if the trainer waits
+            self._unscored += group.rollouts
+            if len(self._unscored) >= SCORED_TOGETHER or self._open.starved:
+                rollouts, self._unscored = self._unscored, []
+                self._scoring.add(asyncio.create_task(self._scorer.score(rollouts)))
             return group
         if self._scored == "batch" and not self._open.starved:
             return group
@@ -442,13 +445,6 @@ class Prefetcher(FreshGroups):
                 for rollout, score in zip(group.rollouts, scores_N, strict=True)
             ),
         )
-
-    def _score_soon(self, group: Group) -> None:
-        """Score the group in the background together with others, or at once if the trainer waits."""
-        self._unscored += group.rollouts
-        if len(self._unscored) >= SCORED_TOGETHER or self._open.starved:
-            rollouts, self._unscored = self._unscored, []
-            self._scoring.add(asyncio.create_task(self._scorer.score(rollouts)))
 
     def _check_scoring(self) -> None:
         done = {task for task in self._scoring if task.done()}

@@ -177,9 +177,6 @@ def _check_context(limits: TokenLimits, max_length: int, need: int, key: str) ->
         )
 
 
-# What a user should know about the test problems of a run: how many there are, and whether that is enough.
-
-
 # With fewer problems, the 95 % interval of an accuracy covers half of all possible values.
 FEWEST = 10
 

@@ -61,7 +61,6 @@ PREFIX = "verifier."  # marks the verifier trainer's tensors in the prover's che
 
 
 async def train_prover(session: Session) -> None:
-    """TRAIN_PROVER of this schedule."""
     await prover_phase.train_prover(session, open_updates)
 
 

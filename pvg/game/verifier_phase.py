@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from pvg.verifier.scorer import VerifierScorer
 
 
-# A round's verifier on disk: one model or an ensemble.
-
-
 # Opens a verifier at its initial weights, as Players.open_verifier does.
 OpenVerifier = Callable[..., VerifierModel]
 ReadWeights = Callable[[str], tuple[Mapping[str, "Tensor"], Mapping[str, Any]]]

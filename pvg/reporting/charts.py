@@ -236,9 +236,9 @@ def _rising(xs: Sequence[float]) -> list[float]:
     return found
 
 
-def moving_mean(values_N: NDArray[np.float64], window: int = WINDOW) -> NDArray[np.float64]:
-    """The mean over `window` values around each value, over fewer at both ends."""
-    ones = np.ones(window)
+def moving_mean(values_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mean over WINDOW values around each value, over fewer at both ends."""
+    ones = np.ones(WINDOW)
     return np.convolve(values_N, ones, "same") / np.convolve(np.ones(len(values_N)), ones, "same")
 
 

@@ -221,7 +221,6 @@ def _newest_first(infos: Sequence[ShardInfo]) -> list[ShardInfo]:
 
 
 def phase_of(info: ShardInfo) -> str:
-    """The phase that wrote a shard."""
     return info.label.rsplit("-", 1)[0]
 
 

@@ -31,9 +31,6 @@ from typing import Any, Literal
 from pvg.errors import Closing, MissingRequirementError, system_module
 from pvg.telemetry.waits import usable_cores
 
-# The sandbox's inputs and results: programs, limits, executions.
-
-
 # full: all guarantees of docs/sandbox.md, otherwise nothing runs. reduced: what this machine offers.
 Level = Literal["full", "reduced"]
 # ok: the program ran to its end, even if cases failed. error: it failed outside its cases. timeout: it used up its

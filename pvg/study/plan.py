@@ -133,8 +133,6 @@ RESERVED = {
 
 
 class ArmEntry(Section):
-    """One `[[arm]]`: a name and its changes."""
-
     name: Name
     experiment: str | None = None
     changes: dict[str, Any] = Field(default_factory=dict, alias="set")

@@ -218,8 +218,6 @@ class StudyObserver(Protocol):
 
 
 class StopCounter(Protocol):
-    """The number of requests to stop."""
-
     requests: int
 
 

@@ -1,9 +1,4 @@
-"""A study's results for people: figures as text, sentences about their limits, and the tables.
-
-result_sections(results)                   # the same tables for the terminal, for Markdown and for the page
-markdown_text(results)
-study_page(results)
-"""
+"""A study's results for people: figures as text, sentences about their limits, and the tables."""
 
 from __future__ import annotations
 

@@ -506,7 +506,8 @@ class Data:
                         "Remove one of the two rows.",
                     )
         else:
-            test = {question: row for question, row in train.items() if _held_out(question)}
+            # Not the bits that choose a problem's half (pvg.tasks.task), which are of its id's digest.
+            test = {q: row for q, row in train.items() if int(digest_of(q)[-8:], 16) % HELD_OUT == 0}
             train = {question: row for question, row in train.items() if question not in test}
             if not train or not test:
                 total = counted(len(train) + len(test), "problem")
@@ -587,12 +588,6 @@ def _text(row: dict[str, object], column: str, key: str, place: str) -> str:
 
 def digest_of(question: str) -> str:
     return hashlib.sha256(question.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _held_out(question: str) -> bool:
-    """True for one of HELD_OUT questions. Not the bits that choose a problem's half (pvg.tasks.task), which are of its
-    id's digest."""
-    return int(digest_of(question)[-8:], 16) % HELD_OUT == 0
 
 
 # --- GSM8K: numbers as answers, each at the end of a worked solution --------------------------------------------------

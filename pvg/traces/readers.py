@@ -325,7 +325,7 @@ class UrlReader(TraceReader):
 
 @asynccontextmanager
 async def open_reader(
-    source: str, *, model: str = "", key_variable: str = "", device: str = "auto", say: Say = SILENT
+    source: str, *, model: str = "", key_variable: str = "", say: Say = SILENT
 ) -> AsyncIterator[TraceReader]:
     """A reader of a source of `local_reader`, or behind a URL, where it is `model`."""
     if is_url(source):
@@ -334,5 +334,5 @@ async def open_reader(
         return
     if model or key_variable:
         raise UsageError("--model and --key-env are for a reader behind a URL.", "Leave them out.")
-    async with local_reader(source, device) as reader:
+    async with local_reader(source) as reader:
         yield reader

@@ -37,8 +37,6 @@ from pvg.telemetry.spans import run_in, span, submit_in
 from pvg.telemetry.waits import run_to_end
 from pvg.verifier.data import Style, VerifierTemplate, log_odds, read_verdict
 
-# The parts of `VerifierScorer`: the `ScoreBackend` protocol below its queue, `TorchBackend`, and the score cache.
-
 
 class Scorer(Protocol):
     """Scores solutions, with one version of a verifier at a time."""

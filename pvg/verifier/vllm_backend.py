@@ -40,9 +40,6 @@ from pvg.telemetry.spans import run_whole, span
 from pvg.verifier.data import padded_batches
 from pvg.verifier.scorer import ScoreCache, ScoredBatch, ScoreInput, ScoreKey
 
-# Score servers: several vLLM servers with one model, which compute values of solutions.
-
-
 # Verifier heads on vLLM servers: the weights to publish, the request, and how to read the reply.
 
 CLASSIFY = "/classify"

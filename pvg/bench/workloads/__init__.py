@@ -46,8 +46,6 @@ from pvg.config.load import (
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, is_reference, load, split_reference
 
-# A benchmark profile: a workload, its settings and its number of samples, read from TOML.
-
 OWN_KEYS = ("warmup", "repeats", "beside")  # keys of a profile that --set may change
 ABSENT_IF_EMPTY = ("sweep", "on_servers", "beside")  # keys that a report has only with a value
 WORKLOAD = "workload."

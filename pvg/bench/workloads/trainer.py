@@ -62,8 +62,6 @@ MEASURES = {
 
 
 class TrainerWorkloadSettings(Section):
-    """The `[workload]` table."""
-
     rollouts: Count = 256
     shape: Literal["rollouts", "turns", "forks"] = "rollouts"
     alike: bool = True
