@@ -147,10 +147,9 @@ class AdaptedModel(LanguageModel):
 
     def copy(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> LanguageModel:
         """An independent model with the adapters merged into its weights."""
-        merged = self.start().copy(device=device)
+        merged = self.start().copy(dtype, device)
         merged.load_weights(self.weights())
         merged.require_gradients()
-        merged.module.to(dtype=dtype)
         return merged
 
     def save(self, directory: Path) -> None:

@@ -156,7 +156,8 @@ class LanguageModel(Closing):
         copies = {id(w): nn.Parameter(w.detach().to(device, dtype, copy=True), w.requires_grad) for w in weights}
         module = copy.deepcopy(self.module, copies)
         self.rest()
-        return LanguageModel(module.to(device=device, dtype=dtype), self.tokenizer, self.name)
+        # Only weights: positions times frequencies of 16 bits are wrong by radians in long rows.
+        return LanguageModel(module.to(device=device), self.tokenizer, self.name)
 
     def rest(self) -> None:
         """Take no memory for weights that are as a file has them, until they are read again. Call it when no pass is

@@ -37,6 +37,13 @@ def test_close_frees_the_weights_and_every_use_afterwards_raises():
         model.load_weights({})
 
 
+def test_a_copy_in_16_bits_keeps_the_frequencies_of_positions():
+    with tiny_llama() as model, model.copy(torch.bfloat16) as rounded:
+        assert rounded.dtype == torch.bfloat16
+        for (name, kept), (_, found) in zip(model.module.named_buffers(), rounded.module.named_buffers(), strict=True):
+            assert torch.equal(kept, found), name
+
+
 def test_a_copy_has_weights_of_its_own_and_outlives_the_original():
     model = tiny_llama()
     twin = model.copy()
