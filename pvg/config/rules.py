@@ -245,6 +245,12 @@ def _prover_servers(experiment: AllSections) -> Iterator[str]:
         )
     if rollout.engine.kind != "vllm":
         return
+    if experiment.merges_adapters and experiment.models.dtype == "bfloat16":
+        yield (
+            f"weights.transport = {experiment.weights.transport.kind!r} sends servers merged weights, and models.dtype "
+            "= 'bfloat16' rounds small updates of adapters away there; set weights.transport to 'lora', or "
+            "models.dtype to 'float32'"
+        )
     if (cluster := experiment.server_cluster) is not None:
         yield from _servers_on_cluster(cluster, experiment)
         return
@@ -465,10 +471,16 @@ def _protocols(experiment: AllSections) -> Iterator[str]:
             "prompts = 'plain' cannot show a translator the solver's solution; set it to 'tag', 'chat' or 'text', or "
             "game.protocol to 'direct'"
         )
+    whole = f"game.protocol.solver = {game.protocol.solver!r} is a whole model"
     if game.protocol.solver != "base" and experiment.weights.transport.kind == "lora":
         yield (
-            f"game.protocol.solver = {game.protocol.solver!r} is a whole model, but weights.transport = 'lora' sends "
-            "adapters; set weights.transport to 'filesystem', or game.protocol.solver to 'base'"
+            f"{whole}, but weights.transport = 'lora' sends adapters; set weights.transport to 'filesystem', or "
+            "game.protocol.solver to 'base'"
+        )
+    elif game.protocol.solver != "base" and experiment.samples_on_base:
+        yield (
+            f"{whole}, but with models.dtype = 'bfloat16' the engine loads only adapters; set models.dtype to "
+            "'float32', or game.protocol.solver to 'base'"
         )
 
 
@@ -591,11 +603,6 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
         yield (
             "task.sandbox = 'reduced' runs a model's programs with the isolation that this machine has; `pvg doctor` "
             "shows it"
-        )
-    if experiment.merges_adapters and experiment.models.dtype == "bfloat16":
-        yield (
-            "models.dtype = 'bfloat16' rounds small updates of adapters away where the prover samples with merged "
-            "weights; set it to 'float32', or use vLLM servers with weights.transport = 'lora'"
         )
     verifier, head = experiment.verifier, experiment.verifier.head
     for key, used in (("keeps", verifier.keeps != "nothing"), ("ensemble", verifier.ensemble.kind != "none")):

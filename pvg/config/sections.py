@@ -48,16 +48,22 @@ class AllSections(Section):
         return self.cluster if on_servers and isinstance(self.cluster, RayCluster) else None
 
     @property
+    def samples_on_base(self) -> bool:
+        """Whether the torch engine samples with adapters beside the weights of the base prover, which it shares."""
+        rank, engine = self.training.adapters.rank, self.rollout.engine.kind
+        return rank > 0 and engine == "torch" and self.models.dtype == "bfloat16"
+
+    @property
     def merges_adapters(self) -> bool:
         """Whether the prover samples with adapters that are added to its weights."""
         apart = self.rollout.engine.kind == "vllm" and self.weights.transport.kind == "lora"
-        return self.training.adapters.rank > 0 and not apart
+        return self.training.adapters.rank > 0 and not apart and not self.samples_on_base
 
     @property
     def sampling_dtype(self) -> DataType:
         """The data type of the weights with which the prover samples. Rounding to bfloat16 would remove most of what
         the first steps of adapters add to a weight."""
-        if self.models.dtype == "float32" and self.merges_adapters:
+        if self.merges_adapters:
             return "float32"
         return "bfloat16" if "bfloat16" in (self.models.dtype, self.models.compute_dtype) else "float32"
 

@@ -30,7 +30,7 @@ from pvg.models.compute import ComputeExecutor, allow_tf32, compute_executor, wi
 from pvg.models.heads import GenerativeHead, VerifierModel
 from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.logprobs import refuse_without_head
-from pvg.models.sources import Rounded, open_verifier
+from pvg.models.sources import Rounded, open_learner, open_verifier
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Role
 from pvg.rollout import EngineSetup, open_engine
@@ -127,8 +127,9 @@ class Players:
             else:
                 servers = partial(self._engine_on_servers, events, run)
                 replayed = experiment.training.router_replay
+                sampled = open_learner(self, 0) if experiment.samples_on_base else self.base
                 setup = EngineSetup(
-                    rollout, self.base, self.executor, events, replayed, servers, experiment.sampling_dtype
+                    rollout, sampled, self.executor, events, replayed, servers, experiment.sampling_dtype
                 )
                 self.engine = open_engine(setup)
         except BaseException:  # no request has reached a server yet
@@ -281,7 +282,7 @@ class Players:
         engine for sampling, and `task` grades its verdicts. All other parts are shared. The caller owns the
         verifier."""
         found, policy = copy.copy(self), verifier.policy
-        # Rounding would remove small updates of adapters.
+        # Rounding would remove small updates of adapters from merged weights.
         dtype = None if self._experiment.verifier.adapters.rank else self._experiment.sampling_dtype
         found.base, found.task, found.rollout = policy, task, rollout
         found.engine = open_engine(EngineSetup(rollout, policy, self.executor, SilentEvents(), dtype=dtype))
@@ -300,7 +301,8 @@ class Players:
 
     async def place_base(self, phase: Phase) -> None:
         """Keep the base prover's weights on the CPU in a phase in which no adapters of this process are on them."""
-        needed = self._experiment.verifier_is_on_base or (phase is Phase.TRAIN_PROVER and self.adapters.rank > 0)
+        needed = self._experiment.verifier_is_on_base or self._experiment.samples_on_base
+        needed |= phase is Phase.TRAIN_PROVER and self.adapters.rank > 0
         await self.compute(partial(self.base.module.to, self.device if needed and self.workers is None else "cpu"))
         await self.compute(self.base.rest)
 

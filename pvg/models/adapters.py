@@ -123,8 +123,8 @@ class AdaptedModel(LanguageModel):
         shares."""
         weights, first_names = self._named_weights()
         for name, tensor in tensors.items():
-            first = first_names.get(name)
-            if first is None or tensor.shape != weights[first].shape or not torch.equal(weights[first], tensor):
+            own = weights.get(first_names.get(name, ""))
+            if own is None or tensor.shape != own.shape or not torch.equal(own, tensor.to(own.device)):
                 raise self._misfit(f"shares its weights with another model, and {name!r} would change them")
         self._start_over()
 
@@ -134,6 +134,29 @@ class AdaptedModel(LanguageModel):
             for name, layer in self._adapted():
                 for side in ("lora_A", "lora_B"):
                     getattr(layer, side)[KEY].weight.copy_(adapter.tensors[f"{PREFIX}{name}.{side}.weight"])
+
+    def load_policy(self, tensors: Mapping[str, Tensor], adapter: LowRankAdapter | None) -> None:
+        if adapter is None:
+            self.load_weights(tensors)
+        else:
+            self.load_adapter(adapter)
+
+    def drop_weights(self, larger_than: int = 0) -> bool:
+        return False  # they are the frozen model's
+
+    def sampler(self, dtype: torch.dtype | None = None) -> LanguageModel:
+        """On frozen weights in 16 bits, to which merged weights would be rounded, it has adapters of its own. The
+        frozen weights are the same."""
+        frozen = self.start()
+        if frozen.dtype.itemsize > 2:
+            return self.copy(dtype)
+        rank, alpha = cast(int, self._config["r"]), cast(float, self._config["lora_alpha"])
+        twin = attach_adapters(frozen, rank, alpha, self._seed)
+        twin.load_adapter(self.adapter())
+        twin.module.requires_grad_(False)
+        for name, layer in twin._adapted():
+            twin.module.set_submodule(name, SampledLinear(layer))
+        return twin
 
     def start(self) -> LanguageModel:
         """The model without adapters, on the same weights."""
@@ -175,6 +198,34 @@ class AdaptedModel(LanguageModel):
                 nn.init.kaiming_uniform_(start_A, a=math.sqrt(5), generator=generator)
                 weight_A.copy_(start_A)
                 layer.lora_B[KEY].weight.zero_()
+
+
+class SampledLinear(nn.Module):
+    """A layer of peft, with its adapters in the dtype of its weights, to which passes in training cast them too."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.base_layer, self.scaling = layer.base_layer, float(layer.scaling[KEY])
+        self.lora_A, self.lora_B = (side.to(self.weight.dtype) for side in (layer.lora_A, layer.lora_B))
+
+    @property
+    def weight(self) -> Tensor:
+        return cast(Tensor, self.base_layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sides = self.lora_A[KEY].weight, self.lora_B[KEY].weight
+        y_NO = adapted_product(x.flatten(0, -2), self.weight, self.base_layer.bias, *sides, self.scaling)
+        return y_NO.view(*x.shape[:-1], len(self.weight))
+
+
+def adapted_product(
+    x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, A_RI: Tensor, B_OR: Tensor, scaling: float
+) -> Tensor:
+    """x W^T + b + scaling (x A^T) B^T without a gradient. The adapters' share comes first: added to a product that is
+    already rounded, a small one would be lost."""
+    y_NO = torch.addmm(B_OR[:, 0], projected(x_NI, A_RI), B_OR.t(), beta=0, alpha=scaling)
+    y_NO = added(y_NO, x_NI, weight_OI)
+    return y_NO if bias_O is None else y_NO.add_(bias_O)
 
 
 def _peft(section: str) -> Any:

@@ -164,6 +164,10 @@ class LanguageModel(Closing):
         going to read them soon, in the thread that changes weights."""
         leave_in_files(list(self.module.parameters()))
 
+    def sampler(self, dtype: torch.dtype | None = None) -> LanguageModel:
+        """A model that samples as this one, and takes new weights by `load_policy`. The caller owns it."""
+        return self.copy(dtype)
+
     def start(self) -> LanguageModel:
         """This model in its current state, as frozen weights that training does not change. This is a copy, unless the
         weights are frozen anyway (pvg.models.adapters). The caller owns it."""
@@ -215,6 +219,10 @@ class LanguageModel(Closing):
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(tensors[accepted[name]])
+
+    def load_policy(self, tensors: Mapping[str, Tensor], adapter: LowRankAdapter | None) -> None:
+        """Load what another model's `policy` returned."""
+        self.load_weights(tensors)
 
     def drop_weights(self, larger_than: int = 0) -> bool:
         """Free the memory of weights of more than `larger_than` bytes in all, until `load_weights`. Nobody may read

@@ -454,10 +454,14 @@ def memory_of(
     engine, copy = rollout.engine, {}
     if isinstance(engine, TorchSampling):
         copy = {"weights of the sampler": float(prover.parameters * sampling)}
+    if experiment.samples_on_base:
+        copy = {
+            "adapters of the sampler": float(prover.adapter_parameters(experiment.training.adapters.rank) * sampling)
+        }
     on_cpu = gpu_bytes is None
     context = {"Python and libraries": float(LIBRARY_BYTES)} if on_cpu else {"GPU context (assumed)": CONTEXT_BYTES}
     # On a GPU, a process without workers has the base only below adapters (Players.place_base). KL: BatchLogprobs.
-    always = on_cpu or has_workers(experiment.cluster) or experiment.verifier_is_on_base
+    always = on_cpu or has_workers(experiment.cluster) or experiment.verifier_is_on_base or experiment.samples_on_base
     copied = prover.rounded(models.dtype, models.compute_dtype, head=True)
     copied *= experiment.training.kl.coefficient > 0
     frozen = {"base prover": float(base if always or experiment.training.adapters.rank else copied), **context}
@@ -573,6 +577,8 @@ def _frozen_verifier_bytes(experiment: Experiment, verifier: ModelInTraining) ->
     head the initial weights, which give the reference, and for a generative one the weights that sample."""
     weights, head = float(verifier.shape.parameters * BYTES[verifier.dtype]), experiment.verifier.head
     sampler = weights if head.kind == "generative" else 0.0
+    if verifier.rank and verifier.dtype == "bfloat16":  # it shares them (AdaptedModel.sampler)
+        sampler = 0.0
     if verifier.rank:
         return sampler + (0.0 if experiment.verifier_is_on_base else weights)
     if experiment.verifier.engine == "torch":

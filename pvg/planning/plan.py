@@ -240,6 +240,7 @@ class Inputs:
         gpus = experiment.serving.tensor_parallel if served else 1  # each has a part of the weights and of the keys
         share = DECODING_SHARE if served or not machine.memory_gb else OWN_DECODING_SHARE
         per_s = gpus * machine.bytes_per_s * share
+        apart = prover.adapter_parameters(training.adapters.rank) if experiment.samples_on_base else 0
         # A multiply and an add per weight: forward 2, backward 4 (2 if frozen), recomputed activations 2, reference 2.
         trainers, referees, scorers = dividing_gpus(experiment)
         operations = (6.0 - 2.0 * (training.adapters.rank > 0) + 2.0 * training.gradient_checkpointing) / trainers
@@ -275,7 +276,7 @@ class Inputs:
             "mean_tokens": (mean, "assumed: half of rollout.max_tokens"),
             "sigma": (0.6, "assumed"),
             "prompt_tokens": (prompt, "assumed"),
-            "token_s": (prover.parameters * number / per_s, on_worker),
+            "token_s": ((prover.parameters + apart) * number / per_s, on_worker),
             "row_s": (prover.kv_bytes(number) * (prompt + mean / 2) / per_s, on_worker),
             "request_s": (2.0 * prover.parameters * prompt / (gpus * flops), on_worker),
             "train_token_s": (operations * prover.parameters * tokens / flops, divided),

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What `open_engine` needs. `base` stays the caller's: an engine that needs its weights copies them, as `dtype`
-    (None: as they are). `routed_experts`: return the experts of each token. `on_servers`: opens the engine of vLLM
-    servers."""
+    """What `open_engine` needs. `base` stays the caller's. An engine that needs its weights copies them, as `dtype`
+    (None: as they are), or has adapters of its own on them (AdaptedModel.sampler). `routed_experts`: return the experts
+    of each token. `on_servers`: opens the engine of vLLM servers."""
 
     rollout: Rollouts
     base: LanguageModel
@@ -47,7 +47,7 @@ def _open_torch(setup: EngineSetup) -> Engine:
     engine = section.engine
     assert isinstance(engine, TorchSampling)
     return TorchEngine(
-        setup.base.copy(None if setup.dtype is None else getattr(torch, setup.dtype)),
+        setup.base.sampler(None if setup.dtype is None else getattr(torch, setup.dtype)),
         max_rows=engine.max_rows,
         max_in_flight=section.concurrency,
         executor=setup.executor,

@@ -23,12 +23,14 @@ import mmap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pvg.models.adapters import KEY, SampledLinear, adapted_product
 from pvg.models.compute import added, product_tolerance, projected
 
 Zeros = Callable[[tuple[int, ...]], Tensor]
@@ -165,18 +167,37 @@ class NotLeanError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class _Product:
+    """Linear layers with one input: x W^T + b, [N, O], and scaling (x A^T) B^T of low-rank adapters. `A_RI`: the A of
+    all layers, one below the other. `B_OR`: their B as the blocks of one matrix, which is zero elsewhere."""
+
+    weight_OI: Tensor
+    bias_O: Tensor | None
+    A_RI: Tensor | None = None
+    B_OR: Tensor | None = None
+    scaling: float = 0.0
+
+    def __call__(self, x_NI: Tensor) -> Tensor:
+        if self.A_RI is None or self.B_OR is None:
+            return projected(x_NI, self.weight_OI, self.bias_O)
+        return adapted_product(x_NI, self.weight_OI, self.bias_O, self.A_RI, self.B_OR, self.scaling)
+
+    def onto(self, x_NO: Tensor, y_NI: Tensor) -> Tensor:
+        """x + the product of y."""
+        if self.A_RI is None:
+            return added(_biased(x_NO, self.bias_O), y_NI, self.weight_OI)
+        return x_NO + self(y_NI)
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
     attention_norm: Tensor
-    qkv: Tensor  # [(H + 2K) D, W]
-    qkv_bias: Tensor | None
+    qkv: _Product  # W: [(H + 2K) D, W]
     head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys, [D] each
-    out: Tensor  # [W, H D]
-    out_bias: Tensor | None
+    out: _Product  # [W, H D]
     mlp_norm: Tensor
-    gate_up: Tensor  # [2 I, W]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [W, I]
-    down_bias: Tensor | None
+    gate_up: _Product  # [2 I, W]
+    down: _Product  # [W, I]
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +346,7 @@ class LeanDecoder:
 
     def _qkv(self, layer: _Layer, x_NW: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [N, H, D] and keys [N, K, D], and values [N, K, D]."""
-        mixed_NXD = projected(self._norm(x_NW, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        mixed_NXD = layer.qkv(self._norm(x_NW, layer.attention_norm))
         mixed_NXD = mixed_NXD.view(len(x_NW), -1, self._width)
         qk_NXD, v_NKD = torch.split(mixed_NXD, [self._heads + self._kv_heads, self._kv_heads], dim=1)
         if layer.head_norms is not None:
@@ -339,10 +360,9 @@ class LeanDecoder:
 
     def _rest(self, layer: _Layer, x_NW: Tensor, attended: Tensor) -> Tensor:
         """The output projection and the gated MLP, each added to its input."""
-        x_NW = added(_biased(x_NW, layer.out_bias), attended, layer.out)
-        gate_up = projected(self._norm(x_NW, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return added(_biased(x_NW, layer.down_bias), F.silu(gate).mul_(up), layer.down)
+        x_NW = layer.out.onto(x_NW, attended)
+        gate, up = layer.gate_up(self._norm(x_NW, layer.mlp_norm)).chunk(2, dim=-1)
+        return layer.down.onto(x_NW, F.silu(gate).mul_(up))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if not self._sparse:
@@ -408,44 +428,50 @@ def _complaints(module: Any) -> Iterator[str]:
         attention, mlp = layer.self_attn, layer.mlp
         linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
         linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        yield from (f"its layers hold a {type(part).__name__}" for part in linears if type(part) is not nn.Linear)
+        parts = [part.base_layer if isinstance(part, SampledLinear) else part for part in linears]
+        yield from (f"its layers hold a {type(part).__name__}" for part in parts if type(part) is not nn.Linear)
 
 
 def _fused(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-    gate_up = [mlp.gate_proj, mlp.up_proj]
     normed = getattr(attention, "q_norm", None) is not None
     return _Layer(
         attention_norm=layer.input_layernorm.weight.data,
-        qkv=_joined([part.weight for part in qkv]),
-        qkv_bias=_joined_biases(qkv),
+        qkv=_product(attention.q_proj, attention.k_proj, attention.v_proj),
         head_norms=(attention.q_norm.weight.data, attention.k_norm.weight.data) if normed else None,
-        out=attention.o_proj.weight.data,
-        out_bias=_data(attention.o_proj.bias),
+        out=_product(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight.data,
-        gate_up=_joined([part.weight for part in gate_up]),
-        gate_up_bias=_joined_biases(gate_up),
-        down=mlp.down_proj.weight.data,
-        down_bias=_data(mlp.down_proj.bias),
+        gate_up=_product(mlp.gate_proj, mlp.up_proj),
+        down=_product(mlp.down_proj),
     )
 
 
+def _product(*layers: Any) -> _Product:
+    bases = [getattr(layer, "base_layer", layer) for layer in layers]
+    biases = [layer.bias for layer in bases if layer.bias is not None]
+    joined = _joined([layer.weight for layer in bases]), _joined(biases) if len(biases) == len(layers) else None
+    if not isinstance(layers[0], SampledLinear):
+        return _Product(*joined)
+    sides_A, sides_B = ([getattr(layer, side)[KEY].weight for layer in layers] for side in ("lora_A", "lora_B"))
+    B_OR = sides_B[0].new_zeros([sum(side.shape[axis] for side in sides_B) for axis in (0, 1)])
+    row = column = 0
+    for side in sides_B:  # as in `_joined`
+        block = B_OR[row : row + side.shape[0], column : column + side.shape[1]]
+        side.data = block.copy_(side.data)
+        row, column = row + side.shape[0], column + side.shape[1]
+    return _Product(*joined, _joined(sides_A), B_OR, layers[0].scaling)
+
+
 def _joined(parts: Sequence[nn.Parameter]) -> Tensor:
-    """One matrix of all rows. The parameters become views of it, so memory is not doubled and loads reach both."""
+    """One matrix of all rows. The parameters become views of it, so memory is not doubled and loads reach both. They
+    may be already, if another decoder has the same weights."""
+    first, memories = parts[0].data, {part.untyped_storage().data_ptr() for part in parts}
+    if len(memories) == 1 and all(b.data_ptr() == a.data_ptr() + a.nbytes for a, b in pairwise(parts)):
+        return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
     joined = torch.cat([part.data for part in parts])
     for part, rows in zip(parts, torch.split(joined, [len(part) for part in parts]), strict=True):
         part.data = rows
     return joined
-
-
-def _joined_biases(parts: Sequence[nn.Linear]) -> Tensor | None:
-    biases = [part.bias for part in parts if part.bias is not None]
-    return _joined(biases) if len(biases) == len(parts) else None
-
-
-def _data(parameter: nn.Parameter | None) -> Tensor | None:
-    return None if parameter is None else parameter.data
 
 
 def _biased(x_NW: Tensor, bias: Tensor | None) -> Tensor:

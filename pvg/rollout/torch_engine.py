@@ -361,7 +361,7 @@ class TorchEngine(Engine):
                 )
             self._events.event("weights", event="rpc.start", **place)
             started = time.perf_counter()
-            await run_in(self._executor, self._model.load_weights, update.tensors)
+            await run_in(self._executor, self._model.load_policy, update.tensors, update.adapter)
             self.version, self._without_weights = update.version, False
         finally:
             self._model_lock.release()

@@ -267,7 +267,7 @@ class VerdictBackend:
         return ScoredBatch(np.array(scores, dtype=np.float32))
 
     def _open(self) -> TorchEngine:
-        model, most = self._verifier.trained_model(), self._max_rows
+        model, most = self._verifier.policy.sampler(), self._max_rows
         on_cpu = model.device.type == "cpu"
         return TorchEngine(
             model, max_rows=most, max_in_flight=UNLIMITED, executor=self._executor, continuous=not on_cpu

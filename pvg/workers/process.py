@@ -132,7 +132,8 @@ class Worker:
         rollout = self.experiment.rollout.model_copy(update={"concurrency": UNLIMITED})  # the driver bounds it
         self.seed, self.adapters = self.experiment.seed, self.experiment.training.adapters
         replayed = self.experiment.training.router_replay
-        setup = EngineSetup(rollout, self.base, self._executor, self, replayed, dtype=self.experiment.sampling_dtype)
+        sampled = open_learner(self, 0) if self.experiment.samples_on_base else self.base
+        setup = EngineSetup(rollout, sampled, self._executor, self, replayed, dtype=self.experiment.sampling_dtype)
         self._engine = open_engine(setup)
         self._opened = True
 
@@ -180,20 +181,22 @@ class Worker:
 
     async def _policy(self, frame: Frame) -> dict[str, Any]:
         # One trip to the thread, as `_generate` makes: so requests that come later are sampled with these weights.
-        tensors = await run_in(self._executor, self._policy_of, frame)
-        timing = await self._engine.load_weights(WeightUpdate(frame.fields["version"], tensors, frame.fields["trace"]))
+        tensors, adapter = await run_in(self._executor, self._policy_of, frame)
+        update = WeightUpdate(frame.fields["version"], tensors, frame.fields["trace"], adapter)
+        timing = await self._engine.load_weights(update)
         return {"rpc_ms": timing.rpc_ms}
 
-    def _policy_of(self, frame: Frame) -> Mapping[str, torch.Tensor]:
-        """The whole policy's weights. Adapters that come alone are merged into those of the base that this worker has,
-        one layer at a time as the engine copies them."""
+    def _policy_of(self, frame: Frame) -> tuple[Mapping[str, torch.Tensor], LowRankAdapter | None]:
+        """The whole policy's weights, and its adapters. Those that come alone are merged into the weights of the base
+        that this worker has, one layer at a time, if the engine copies them."""
         tensors = tensors_at(frame.fields["place"])
         if not frame.fields["adapted"]:
-            return tensors
+            return tensors, None
         from pvg.models.adapters import with_adapter
 
         config = {"r": self.adapters.rank, "lora_alpha": self.adapters.alpha}
-        return with_adapter(self.base.weights(), LowRankAdapter(tensors, config))
+        adapter = LowRankAdapter(tensors, config)
+        return with_adapter(self.base.weights(), adapter), adapter
 
     async def _generate(self, frame: Frame) -> None:
         """Sample a block of requests. Completions are sent as they finish, those of one turn of the loop together."""

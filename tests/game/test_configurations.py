@@ -175,11 +175,16 @@ def test_what_is_wrong_with_the_users_own_code_is_told_before_anything_is_commit
     assert not (tmp_path / "drill" / "state.json").exists()
 
 
+HALVES = {"models.dtype": "bfloat16", "training.adapters.rank": 2, "verifier.adapters.rank": 2}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"models.dtype": "bfloat16"}, r"training\.adapters\.rank"),
         ({"models.dtype": "bfloat16", "training.adapters.rank": 2}, r"verifier\.adapters\.rank"),
+        ({**HALVES, "rollout.engine": "vllm"}, r"set weights\.transport to 'lora', or models\.dtype"),
+        ({**HALVES, "game.protocol": {"kind": "decoupled", "solver": "other"}}, r"set models\.dtype to 'float32'"),
     ],
 )
 def test_what_cannot_work_is_no_experiment(settings: dict[str, Any], message: str) -> None:

@@ -16,6 +16,7 @@ from pvg.models import open_model
 from pvg.models.adapters import AdaptedModel, attach_adapters
 from pvg.models.compute import LiveBytes
 from pvg.models.language_model import LanguageModel
+from pvg.rollout.lean import LeanDecoder
 from pvg.servers.transports.files import write_tensors
 from pvg.training.trainer import checkpoint_layers
 
@@ -128,6 +129,51 @@ def test_what_samples_has_the_first_updates_of_adapters() -> None:
         sampler.load_weights(wanted)
         for name, weight in sampler.weights().items():
             torch.testing.assert_close(weight.float() - before[name], wanted[name] - before[name], rtol=1e-2, atol=1e-9)
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_samples_of_16_bits_move_as_the_trainers_policy_does(lean: bool) -> None:
+    """After one small step of the adapters, which weights in 16 bits do not show. The decoder has begun before."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "initializer_range": 1 / 16}
+    base = tiny_llama(layers=4, attention_bias=True, **sizes).copy(torch.bfloat16)
+    adapted, ids_RT = attach_adapters(base, RANK, ALPHA, 0), torch.randint(19, (24, 24))
+
+    def taken(logits_RTV: torch.Tensor) -> torch.Tensor:
+        return logits_RTV.float().log_softmax(-1)[:, :-1].gather(-1, ids_RT[:, 1:, None]).flatten()
+
+    def exact() -> torch.Tensor:
+        trained = attach_adapters(base.copy(torch.float32), RANK, ALPHA, 0)
+        trained.load_adapter(adapted.adapter())
+        return taken(trained.module(ids_RT).logits)
+
+    sampler, position_R = adapted.sampler(), torch.zeros(24, dtype=torch.int64)
+    decoder = LeanDecoder.over(sampler.module) if lean else None
+
+    def sampled() -> torch.Tensor:
+        sampler.load_policy(*adapted.policy())
+        if decoder is None:
+            return taken(sampler.module(ids_RT).logits)
+        cache = decoder.new_cache(24, 24)
+        steps = [decoder.step(ids_RT[:, t], position_R + t, cache, t + 1) for t in range(24)]
+        return taken(torch.stack(steps, 1))
+
+    with torch.no_grad():
+        before = exact(), sampled()
+    (taken(adapted.module(ids_RT).logits) * torch.randn(24, 1).expand(-1, 23).flatten()).mean().backward()
+    with torch.no_grad():
+        for parameter in filter(lambda p: p.requires_grad, adapted.module.parameters()):
+            assert parameter.grad is not None
+            parameter.add_(parameter.grad.sign(), alpha=1e-4)
+        wanted, found = (after - first for after, first in zip((exact(), sampled()), before, strict=True))
+        merged = base.copy()
+        rounded = -taken(merged.module(ids_RT).logits)
+        merged.load_policy(*adapted.policy())
+        rounded += taken(merged.module(ids_RT).logits)
+    shares = [float(moved @ wanted / (wanted @ wanted)) for moved in (found, rounded)]
+    assert 0.7 < shares[0] < 1.3
+    assert abs(shares[1]) < 0.5
+    weights = [model.module.model.layers[1].mlp.up_proj.weight for model in (base, sampler)]
+    assert weights[0].data_ptr() == weights[1].data_ptr()
 
 
 def test_merged_layers_are_in_memory_one_at_a_time() -> None:

@@ -14,16 +14,14 @@ from pvg.models.tokenizer import Tokenizer
 
 def tiny_llama(seed: int = 0, name: str = "tiny", tied: bool = True, layers: int = 2, **changes: Any) -> LanguageModel:
     torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
     config = LlamaConfig(
         vocab_size=19,
-        hidden_size=32,
-        intermediate_size=48,
         num_hidden_layers=layers,
-        num_attention_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=1,
-        **changes,
+        **(sizes | changes),
     )
     return LanguageModel(LlamaForCausalLM(config), Tokenizer(modchain_tokenizer()), name)

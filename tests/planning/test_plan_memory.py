@@ -299,18 +299,18 @@ def test_adapters_on_the_base_share_its_weights(tmp_path: Path) -> None:
     lora = {"rank": 16}
     data = {
         "name": "shared",
-        "models": {"prover": model, "verifier": model, "dtype": "bfloat16"},
+        "models": {"prover": model, "verifier": model},
         "verifier": {"head": "yes_token", "adapters": lora},
         "training": {"adapters": lora},
         "rollout": {"engine": "vllm"},
     }
     lengths: dict[str, Any] = {"prompt_tokens": 256, "slots": 64, "gpu_bytes": 80e9}
     plans = list(memory_of(build_experiment(data), found, found, **lengths))
-    assert plans[0].parts["base prover"] == 2 * found.parameters
+    assert plans[0].parts["base prover"] == 4 * found.parameters
     assert plans[0].parts["verifier"] == 4 * found.adapter_parameters(16)
     assert plans[1].parts["verifier's initial weights"] == 0
     warm = memory_of(build_experiment(data | {"warmup": {"path": "rows.jsonl"}}), found, found, **lengths)
-    assert [plan.parts.get("verifier's initial weights") for plan in warm] == [None, 2 * found.parameters, None]
+    assert [plan.parts.get("verifier's initial weights") for plan in warm] == [None, 4 * found.parameters, None]
     assert (plans[2].place, plans[2].rows) == ("server", 64)
 
 
@@ -474,6 +474,26 @@ def test_the_shipped_experiment_for_a_gpu_fits_it_by_the_plan(memory_gb: int, tm
     assert replace(ahead, memory_gb=13).fits(made.memory[2]) is True
 
 
+@pytest.mark.slow
+def test_eight_gpus_divide_the_planned_step_of_long_solutions(tmp_path: Path) -> None:
+    qwen = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+    found = shape({**QWEN_7B, **qwen, "vocab_size": 151936, "tie_word_embeddings": True}, tmp_path)
+    told = ["models.device=cuda", "rollout.max_tokens=4096"]
+    workers = ["rollout.engine=torch", "weights.transport=filesystem", "cluster.kind=local", "cluster.workers=8"]
+    ahead = ["rollout.prefetch=fresh", "cluster.trainers=3", "rollout.concurrency=512"]
+    plans = []
+    for gpus, more in ((1, []), (8, [*workers, *ahead])):
+        experiment = load_experiment(find_experiment("qwen-gsm8k-lora"), [*told, *more])
+        inputs = Inputs.assumed(experiment, found, found, MACHINES["h100"])
+        plans.append(plan_of(experiment, inputs, found, found, memory_gb=80, gpus=gpus))
+    one, eight = plans
+    assert 4 * eight.step_s < one.step_s
+    assert [eight.fits(stage) for stage in eight.memory] == [True, True, True]
+    # The engine has the base's weights, and adapters of its own.
+    weights = {name: size for name, size in eight.memory[2].parts.items() if "base" in name or "sampler" in name}
+    assert weights == {"base prover": 2 * found.parameters, "adapters of the sampler": 2 * found.adapter_parameters(16)}
+
+
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
 QWEN3 |= {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
 
@@ -485,7 +505,7 @@ QWEN3 |= {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
         ("qwen3-critic", 80, []),
         ("qwen3-critic", 24, ["serving.gpu_memory_utilization=0.7", "serving.max_num_seqs=96"]),
         ("qwen3-reasoning-verifier", 80, []),
-        ("qwen3-reasoning-verifier", 24, ["models.dtype=bfloat16"]),
+        ("qwen3-reasoning-verifier", 24, []),
     ],
 )
 def test_the_shipped_experiments_of_two_models_fit_the_gpus_that_they_name(
