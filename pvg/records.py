@@ -172,6 +172,7 @@ class Rollout:
     In memory only: `others`, the rollouts of the other voices of its interaction, by seat, and `end`, the state of the
     rules in which it ended. What the others wrote is stored as turns. `compared`: the turn in which the rollouts of its
     group begin to differ, from 0, and which alone learns; -1: that of another voice; None: they share no turn.
+    `reference_logprobs` float32 [C]: under the base model, if the engine computed them.
     """
 
     id: str
@@ -203,6 +204,7 @@ class Rollout:
     others: Mapping[str, Rollout] = field(default_factory=dict, compare=False, repr=False)
     end: Any = field(default=None, compare=False, repr=False)
     compared: int | None = field(default=None, compare=False, repr=False)
+    reference_logprobs: Float32 | None = field(default=None, compare=False, repr=False)
 
     @property
     def version(self) -> int:

@@ -113,11 +113,23 @@ class Experiment(AllSections):
         return self.verifier.adapters.rank > 0 and self.models.verifier == self.models.prover and not self.warmup.path
 
     @property
+    def server_can_rest(self) -> bool:
+        """Whether `pvg serve` starts servers that can sleep. Only the trainer's command may choose `rollout.engine`."""
+        in_turns = self.rollout.prefetch.kind == "none" and self.game.schedule.kind != "simultaneous"
+        return in_turns and self.server_cluster is None and self.models.on_gpu and self.serving.tensor_parallel == 1
+
+    @property
     def servers_rest(self) -> bool:
         """Whether a server on the trainer's GPU sleeps while the trainer works: it has nothing to do then."""
-        served = self.rollout.engine.kind == "vllm" and self.server_cluster is None and self.models.on_gpu
-        in_turns = self.rollout.prefetch.kind == "none" and self.game.schedule.kind != "simultaneous"
-        return served and in_turns and self.serving.tensor_parallel == 1
+        return self.server_can_rest and self.rollout.engine.kind == "vllm"
+
+    @property
+    def reference_served(self) -> bool:
+        """Whether servers compute the log-probs of the KL penalty's reference: they hold the base below its adapters.
+        vLLM's log-probs of a prompt ignore the temperature, and replay no experts."""
+        holds_base = self.rollout.engine.kind == "vllm" and self.weights.transport.kind == "lora"
+        alike = self.rollout.temperature == 1.0 and not self.training.router_replay
+        return holds_base and alike and self.training.kl.coefficient > 0
 
     @property
     def rollouts_per_batch(self) -> int:

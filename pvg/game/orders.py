@@ -73,8 +73,8 @@ MIXTURES: dict[str, Callable[[NDArray[np.int64]], NDArray[Any]]] = {
 
 @dataclass
 class ProverOrders:
-    """`groups` of `size` rollouts per batch, of which `sneaky_share` are sneaky. `deadline`, `interaction`: see
-    `SampleCall`."""
+    """`groups` of `size` rollouts per batch, of which `sneaky_share` are sneaky. `deadline`, `interaction`,
+    `reference`: see `SampleCall`."""
 
     session: Session
     groups: int
@@ -82,6 +82,7 @@ class ProverOrders:
     sneaky_share: float
     deadline: Deadline | None = None
     interaction: Interaction[Any] = DIRECT
+    reference: bool = False
 
     def roles(self, number: int) -> list[Role]:
         """The role of each group of batch `number`: the configured shares in random order."""
@@ -130,6 +131,7 @@ class ProverOrders:
             step=number,
             seed=seed_for(self.session.seed, round_, "train_prover", number),
             prefix=f"{round_:03d}/train_prover/{number:05d}",
+            reference=self.reference,
         )
 
     def plan(self, number: int) -> tuple[list[GroupOrder], SampleCall]:
@@ -143,7 +145,7 @@ class ProverOrders:
         return await self.session.players.dispatcher.sample(orders, call)
 
 
-def prover_orders(session: Session, interaction: Interaction[Any] = DIRECT) -> ProverOrders:
+def prover_orders(session: Session, interaction: Interaction[Any] = DIRECT, *, reference: bool = False) -> ProverOrders:
     """The orders of prover training in the session's game."""
     training = session.training
     return ProverOrders(
@@ -153,6 +155,7 @@ def prover_orders(session: Session, interaction: Interaction[Any] = DIRECT) -> P
         session.game.sneaky_share,
         training_deadline(session.rollout.deadline, training),
         interaction,
+        reference,
     )
 
 

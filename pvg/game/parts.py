@@ -111,11 +111,13 @@ class BatchLogprobs(Helper):
         self._players, self._objective, self._learner, self._workers = players, objective, learner, workers
         self._recomputed = recomputed
         self.reference = players.base
+        self.served = objective.needs_reference and players.engine.gives_reference  # the sampler asks for them
 
     async def prepare(self) -> None:
         """Open the reference, if the base prover is not where the trainer computes (Players.place_base)."""
         players = self._players
-        if self._objective.needs_reference and self._workers is None and players.base.device != players.device:
+        here = self._objective.needs_reference and not self.served and self._workers is None
+        if here and players.base.device != players.device:
             self.reference = await players.compute(self._open_reference)
 
     async def close(self) -> None:
@@ -134,12 +136,12 @@ class BatchLogprobs(Helper):
     async def add(self, batch: PolicyBatch) -> PolicyBatch:
         """`batch` with log-probs:
 
-        - The reference's, if the loss has a KL term.
+        - The reference's, if the loss has a KL term and the rollouts do not have them.
         - The current policy's, if the loss clips around them and the batch has several steps.
         - Recomputed ones instead of the sampler's, with `rollout.logprobs = "recomputed"`.
         """
         objective = self._objective
-        if objective.needs_reference:
+        if objective.needs_reference and not self.served:
             batch = replace(batch, reference_logprobs=await self._compute("reference", batch))
         if self._recomputed:
             batch = replace(batch, sampled_logprobs=await self._compute("recompute", batch))

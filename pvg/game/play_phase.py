@@ -408,7 +408,7 @@ class PlayBatches(Batches):
             session.players.dispatcher,
             starts,
             self.game,
-            prover_orders(session).call(number),
+            prover_orders(session, reference=self.logprobs.served).call(number),
             encode=encoder(session),
             forks=[Fork(warmup, size, section.horizon, seat) for warmup, seat in zip(warmups, seats, strict=True)],
             opponents=against,

@@ -189,7 +189,7 @@ def open_batches(
 ) -> GameBatches:
     """The batches of the session's game."""
     players, training = session.players, session.training
-    orders = prover_orders(session, interaction_of(session, scorer))
+    orders = prover_orders(session, interaction_of(session, scorer), reference=logprobs.served)
     rules: Any = orders.interaction.rules
     batches = -(-training.steps // training.minibatches)
     return GameBatches(

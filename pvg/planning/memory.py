@@ -302,6 +302,7 @@ def _has_experts(config: Any) -> bool:
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
 LOGITS_COPIES = 3  # the chunk's logits, their probabilities, and the gradient
+VLLM_CHUNK = 1024  # tokens of a prompt whose logits vLLM computes at once, for their log-probs
 CONTEXT_BYTES = 600 << 20  # of a process on a GPU: assumed. A CUDA context takes 300 to 600 MiB.
 LIBRARY_BYTES = 450 << 20  # of a process on a CPU with torch and transformers; measured
 ASLEEP_BYTES = 2 << 30  # of a vLLM server that sleeps: its context and what its kernels keep. Assumed.
@@ -516,6 +517,8 @@ def memory_of(
         share = experiment.serving.tensor_parallel
         weights = prover.parameters * sampling / share
         parts = {"weights of the server": weights, **context, "KV cache": slots * kv_row / share}
+        if experiment.reference_served:
+            parts["logits of the reference"] = float(FLOAT32 * min(length, VLLM_CHUNK) * prover.vocabulary)
         yield MemoryPlan("sample", "server", parts, 0, slots, kv_row / share)
 
 

@@ -244,7 +244,7 @@ class Inputs:
         # A multiply and an add per weight: forward 2, backward 4 (2 if frozen), recomputed activations 2, reference 2.
         trainers, referees, scorers = dividing_gpus(experiment)
         operations = (6.0 - 2.0 * (training.adapters.rank > 0) + 2.0 * training.gradient_checkpointing) / trainers
-        operations += 2.0 * (training.kl.coefficient > 0) / referees
+        operations += 2.0 * (training.kl.coefficient > 0 and not experiment.reference_served) / referees
         flops = machine.flops * TRAINING_SHARE
         shared = shares_prompts(experiment, prover, math.ceil(prompt) + rollout.max_tokens)
         tokens = 1 + prompt / mean / (rollout.group_size if shared else 1)
@@ -272,12 +272,16 @@ class Inputs:
         place = f"estimate: {compact(prover.parameters)} parameters, {machine.source}"
         divided = place if trainers == 1 else f"{place}, {trainers} GPUs without their exchange"
         on_worker = place if gpus == 1 else f"{place}, {gpus} GPUs without their exchange"
+        row_s, with_rows = prover.kv_bytes(number) * (prompt + mean / 2) / per_s, on_worker
+        if experiment.reference_served:  # a server reads each solution again, and no other meanwhile
+            row_s += 2.0 * prover.parameters * (1.0 + prompt / mean) / (gpus * flops)
+            with_rows += ", with the reference's log-probs"
         found = {
             "mean_tokens": (mean, "assumed: half of rollout.max_tokens"),
             "sigma": (0.6, "assumed"),
             "prompt_tokens": (prompt, "assumed"),
             "token_s": ((prover.parameters + apart) * number / per_s, on_worker),
-            "row_s": (prover.kv_bytes(number) * (prompt + mean / 2) / per_s, on_worker),
+            "row_s": (row_s, with_rows),
             "request_s": (2.0 * prover.parameters * prompt / (gpus * flops), on_worker),
             "train_token_s": (operations * prover.parameters * tokens / flops, divided),
             "other_s": (scores, f"estimate: {compact(verifier.parameters)} parameters, {machine.source}"),

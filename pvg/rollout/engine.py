@@ -72,7 +72,8 @@ class GenerationRequest:
     `resumed_from`: tokens of an earlier request with the same prompt and seed that was cut short. The completion starts
     with them, keeps their log-probs and versions, and counts them in `sampling.max_tokens`. `on_tokens` is called with
     the number of tokens so far, by engines that stream. The number falls if a failed attempt is retried. `group`: the
-    number of its group, by which requests are divided among workers.
+    number of its group, by which requests are divided among workers. `reference`: the completion needs
+    `reference_logprobs` (see `Engine.gives_reference`).
     """
 
     id: str
@@ -82,6 +83,7 @@ class GenerationRequest:
     on_tokens: Callable[[int], None] | None = field(default=None, compare=False)
     resumed_from: PartialCompletion | None = field(default=None, compare=False)
     group: int = 0
+    reference: bool = False
 
     @property
     def tokens_resumed(self) -> int:
@@ -118,7 +120,8 @@ class GenerationRequest:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A sampled completion: `token_ids` int32 [C] (stop token included), `logprobs` float32 [C] in nats.
-    `routed_experts` [P + C - 1, layers, k], prompt included, if the engine reports them."""
+    `routed_experts` [P + C - 1, layers, k], prompt included, if the engine reports them. `reference_logprobs` float32
+    [C]: under the base model, if they were requested."""
 
     request_id: str
     token_ids: Int32
@@ -127,6 +130,7 @@ class Completion:
     finish_reason: FinishReason
     timing: Timing
     routed_experts: RoutedExperts | None = None
+    reference_logprobs: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +193,11 @@ class Engine(Protocol):
     def max_in_flight(self) -> int:
         """The most requests that the engine accepts at once. The dispatcher checks its concurrency against this at
         start."""
+
+    @property
+    def gives_reference(self) -> bool:
+        """Whether completions can have log-probs of the base model (`GenerationRequest.reference`)."""
+        return False
 
     async def ready(self) -> None:
         """Check before the first request that the engine can serve. Raises an error that says what the user can fix."""

@@ -131,6 +131,7 @@ class SampleCall:
       end up empty.
     - `gate` replaces the call's own bound on the requests in flight.
     - `interaction`: what `Dispatcher.sample` plays.
+    - `reference`: rollouts need `reference_logprobs`, which the engine must give.
     """
 
     round: int
@@ -141,6 +142,7 @@ class SampleCall:
     deadline: Deadline | None = None
     gate: AbstractAsyncContextManager[None] | None = None
     interaction: Interaction[Any] = DIRECT
+    reference: bool = False
 
     def rollout_id(self, order: GroupOrder, index: int) -> str:
         return f"{self.prefix}/{order.group:05d}/{index:02d}"
@@ -234,9 +236,8 @@ class Line:
         if turn:
             prompt_ids = np.concatenate([prompt_ids, *self.tokens()])
         seed = request_seed(call.seed, group, sample, self.seed_number + turn)
-        return GenerationRequest(
-            f"{self.id}/{turn}" if turn else self.id, prompt_ids, sampling, seed, group=group, **options
-        )
+        options |= {"group": group, "reference": call.reference}
+        return GenerationRequest(f"{self.id}/{turn}" if turn else self.id, prompt_ids, sampling, seed, **options)
 
     def left(self, room: int) -> int:
         """The tokens left of `room` for all turns after the first; negative if what was heard last does not fit."""
@@ -249,20 +250,23 @@ class Line:
     def rollout(self, call: SampleCall) -> Rollout:
         order, grade, first = self.order, self.grade, self.completions[0]
         assert grade is not None
-        tokens, logprobs, spans, turns = self.tokens(), list[Float32](), list[VersionSpan](), list[Turn]()
-        start = 0
+        tokens, spans, turns, start = self.tokens(), list[VersionSpan](), list[Turn](), 0
         for place, ids in enumerate(tokens):
             number, heard = divmod(place, 2)
-            if heard:
-                logprobs.append(np.zeros(len(ids), dtype=np.float32))
-            else:
-                logprobs.append(self.completions[number].logprobs)
+            if not heard:
                 shifted = [replace(span, start=start + span.start) for span in self.completions[number].spans]
                 spans += [span for span in shifted if not spans or span.version != spans[-1].version]
             _, text, seat = self.heard[number] if heard else (ids, self.texts[number], self.seat)
             turns.append(Turn(start, not heard, text, seat))
             start += len(ids)
         single, times = len(tokens) == 1, [completion.timing for completion in self.completions]
+
+        def of_all(of_turns: Sequence[Float32]) -> Float32:  # with 0 for what was heard
+            parts = [np.zeros(len(ids), dtype=np.float32) for ids in tokens]
+            parts[::2] = of_turns
+            return of_turns[0] if single else np.concatenate(parts)
+
+        references = [each.reference_logprobs for each in self.completions if each.reference_logprobs is not None]
         return Rollout(
             id=self.id,
             problem_id=order.problem.id,
@@ -275,7 +279,7 @@ class Line:
             group=order.group,
             prompt_ids=order.prompt_ids,
             completion_ids=first.token_ids if single else np.concatenate(tokens),
-            logprobs=first.logprobs if single else np.concatenate(logprobs),
+            logprobs=of_all([completion.logprobs for completion in self.completions]),
             spans=first.spans if single else tuple(spans),
             finish_reason=first.finish_reason,  # of the solution, which is graded
             text="".join(turn.text for turn in turns),
@@ -285,6 +289,7 @@ class Line:
             solver=order.solver,
             kept_answer=None if order.solver is None else same_answer(grade.answer, order.solver.answer),
             turns=() if single else tuple(turns),
+            reference_logprobs=of_all(references) if references else None,
         )
 
 

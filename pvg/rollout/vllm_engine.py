@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from pvg.rollout.engine import (
 )
 from pvg.rollout.vllm_requests import (
     GENERATE,
+    UNSAMPLABLE,
     InFlightRequest,
     InFlightRequests,
     RequestCounter,
@@ -54,7 +55,7 @@ from pvg.rollout.vllm_requests import (
 )
 from pvg.servers.control import Connections
 from pvg.servers.fleet import Server, StaleWeights
-from pvg.servers.pool import together
+from pvg.servers.pool import MalformedReply, together
 from pvg.servers.publishing import PublishingSession, SyncTiming, WeightLabel, WeightUpdate, salt
 from pvg.servers.served_model import UNPUBLISHED, Prove, RequestFailed, ServedModel, ServerRequirements, was_sent
 from pvg.servers.transports.opening import open_transport
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 
     from pvg.models.language_model import LanguageModel, StreamedModel
 
+T = TypeVar("T")
 
 # `Canary`: a proof that a server has the published weights.
 
@@ -234,7 +236,7 @@ def open_vllm_engine(
             purpose="prover",
             runner="generate",
             shape=base.shape,
-            max_length=experiment.completion_room() + 1,
+            max_length=experiment.completion_room() + 1 + experiment.reference_served,
             processed_logprobs=rollout.temperature != 1.0,
             lora_rank=experiment.training.adapters.rank if weights.transport.kind == "lora" else 0,
             on_cluster=experiment.server_cluster is not None,
@@ -256,6 +258,7 @@ def open_vllm_engine(
         routed_experts=experiment.training.router_replay,
         deadline_s=rollout.engine.timeout_s,
         shared=shared,
+        gives_reference=experiment.reference_served,
     )
 
 
@@ -272,7 +275,7 @@ class SharedGpu:
 class VllmEngine(Engine):
     """Owns `served` and its connections. `routed_experts`: whether completions need the experts of their tokens.
     `deadline_s`: limit for one request including its retries; None: no limit. `shared`: the GPU whose servers `rest`.
-    All methods belong to one event loop."""
+    `gives_reference`: the servers hold the base model. All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -282,8 +285,10 @@ class VllmEngine(Engine):
         routed_experts: bool = False,
         deadline_s: float | None = None,
         shared: SharedGpu | None = None,
+        gives_reference: bool = False,
     ) -> None:
         self.served = served
+        self._gives_reference = gives_reference
         self._shared = shared
         self._section = served.connections.serving
         self._pool = served.connections.requests
@@ -311,6 +316,10 @@ class VllmEngine(Engine):
     @property
     def stats(self) -> EngineStats:
         return self._counter.stats
+
+    @property
+    def gives_reference(self) -> bool:
+        return self._gives_reference
 
     async def ready(self) -> None:
         """Check the servers. Raises ServerUnavailableError if none answers, ConfigurationError or
@@ -385,7 +394,8 @@ class VllmEngine(Engine):
     # --- generation --------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Sample one completion on one of the servers. Cancelling the caller ends the request on its server too.
+        """Sample one completion on one of the servers, and then ask one for its log-probs under the base model, if the
+        request needs them. Cancelling the caller ends the request on its server too.
 
         Raises ConfigurationError for a request that no server can serve, RolloutFailedError after the deadline or the
         last retry, ServerUnavailableError when no server is up for `serving.unavailable_s`.
@@ -400,7 +410,12 @@ class VllmEngine(Engine):
                 await self._wake()
                 async with asyncio.timeout(self._deadline_s):
                     with self._in_flight.track(request) as tracked:
-                        return await self._completed(tracked)
+                        found = await self._asked(request, partial(self._attempt, tracked, time.perf_counter()))
+                    if not request.reference:
+                        return found
+                    # Outside of `track`: a cut must not discard what is complete.
+                    reference = await self._asked(request, partial(self._base_logprobs, request, found))
+                    return replace(found, reference_logprobs=reference)
         except TimeoutError:
             raise RolloutFailedError(
                 f"Rollout {request.id} was not finished within rollout.engine.timeout_s = {self._deadline_s:g}.",
@@ -411,15 +426,11 @@ class VllmEngine(Engine):
         """End these requests on their servers, which return the tokens so far."""
         self._in_flight.cut(request_ids)
 
-    async def _completed(self, tracked: InFlightRequest) -> Completion:
-        request = tracked.request
+    async def _asked(self, request: GenerationRequest, send: Callable[[Server, str], Coroutine[Any, Any, T]]) -> T:
+        """The result of `send`, after a server fault on another server."""
         try:
             return await self.served.request(
-                partial(self._attempt, tracked, time.perf_counter()),
-                what=f"request {request.id}",
-                jitter=request.seed % 1024 / 1024,
-                tag="gen",
-                request=request.id,
+                send, what=f"request {request.id}", jitter=request.seed % 1024 / 1024, tag="gen", request=request.id
             )
         except RequestFailed as failed:
             raise RolloutFailedError(
@@ -469,6 +480,18 @@ class VllmEngine(Engine):
             timing=whole.timing,
             routed_experts=generated.routed_experts if self._routed_experts else None,
         )
+
+    async def _base_logprobs(self, request: GenerationRequest, found: Completion, server: Server, _: str) -> Float32:
+        """Log-probs of the completion under the model that the server was started with, float32 [C]."""
+        url, ids = server.url + GENERATE, np.concatenate([request.prompt_ids, found.token_ids])
+        body = prompt_scoring(ids, salt="reference", model=None)
+        reply = await self._pool.request("POST", url, body, timeout_s=None)  # the deadline covers all attempts
+        logprobs, label = read_prompt_logprobs(reply.json(), ids, url)
+        if was_sent(label):
+            raise StaleWeights(server.url, f"has no base model, but weights {label!r} of a trainer")
+        if not (logprobs >= UNSAMPLABLE).all():  # also for NaN
+            raise MalformedReply(url, f"a reference with log-prob {logprobs.min():g}")
+        return logprobs[len(request.prompt_ids) - 1 :]
 
     async def _exchange(self, server: Server, tracked: InFlightRequest, label: str) -> ServedCompletion:
         request = remainder(tracked.request)

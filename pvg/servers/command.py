@@ -412,7 +412,7 @@ def _engine(experiment: Experiment, purpose: Purpose, interpreter: Interpreter) 
     arguments.append("--enable-prefix-caching")  # a group's prompt is computed once
     arguments += ["--max-num-seqs", str(serving.max_num_seqs), "--gpu-memory-utilization", f"{share:g}"]
     arguments += ["--tensor-parallel-size", str(serving.tensor_parallel)]
-    if purpose == "prover" and experiment.servers_rest and not on_cpu:
+    if purpose == "prover" and experiment.server_can_rest and not on_cpu:
         arguments.append("--enable-sleep-mode")
     if on_cpu:
         arguments.append("--enforce-eager")

@@ -158,16 +158,19 @@ class MinibatchSource:
 
 
 def batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch:
-    """The batch of these rollouts, with the sampler's log-probs."""
+    """The batch of these rollouts, with the sampler's log-probs, and those of the reference that the engine gave."""
     group_ids_N, role_ids_N = groups_and_roles(rollouts)
     experts = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
     if len(experts) not in (0, len(rollouts)):
         raise ValueError(f"only {len(experts)} of {len(rollouts)} rollouts have routed experts")
+    references = [_sampled(r, r.reference_logprobs) for r in rollouts if r.reference_logprobs is not None]
+    if len(references) not in (0, len(rollouts)):
+        raise ValueError(f"only {len(references)} of {len(rollouts)} rollouts have log-probs of the reference")
     return PolicyBatch(
         sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
         prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
-        sampled_logprobs=[r.logprobs[r.sampled_mask] if r.turns else r.logprobs for r in rollouts],
-        reference_logprobs=None,
+        sampled_logprobs=[_sampled(r, r.logprobs) for r in rollouts],
+        reference_logprobs=references or None,
         advantages_N=advantages_N,
         role_ids_N=role_ids_N,
         group_ids_N=group_ids_N,
@@ -175,6 +178,10 @@ def batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch:
         routed_experts=experts or None,
         sampled_masks=[r.sampled_mask for r in rollouts] if any(r.turns for r in rollouts) else None,
     )
+
+
+def _sampled(rollout: Rollout, values: Float32) -> Float32:
+    return values[rollout.sampled_mask] if rollout.turns else values
 
 
 def groups_and_roles(rollouts: Sequence[Rollout]) -> tuple[NDArray[np.int32], NDArray[np.int8]]:

@@ -85,6 +85,11 @@ def test_a_game_through_adapters(folder: Path) -> None:
     assert all(metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-4) for metrics in told)
     moved = [float(line["moved"]) for line in events(folder, "adapted", "weights") if line["event"] == "canary"]
     assert max(moved) > 1e-3
+    # The server computed the log-probs of the reference, and they are the trainer's.
+    assert told[0]["kl"] == pytest.approx(0.0, abs=1e-5)
+    assert told[-1]["kl"] > 1e-5
+    lines = (folder / "runs" / "adapted" / "metrics.jsonl").read_text().splitlines()
+    assert not any("reference" in json.loads(line).get("budget", {}) for line in lines)
 
 
 def test_a_game_whose_verifier_scores_on_a_server(folder: Path, server: Served) -> None:

@@ -12,7 +12,7 @@ from pvg.planning.memory import ModelShape
 from pvg.planning.plan import MACHINES, Inputs, bounds_of, not_modelled, work_of, workers_of
 
 BILLION = ModelShape("one", 10, 1000, 500, 1000, 10**9, 40_000)
-SERVED = {"name": "served", "rollout": {"engine": "vllm", "concurrency": 512, "max_tokens": 1000}}
+SERVED: dict[str, Any] = {"name": "served", "rollout": {"engine": "vllm", "concurrency": 512, "max_tokens": 1000}}
 
 
 def assumed(data: dict[str, object] = SERVED) -> Inputs:
@@ -38,6 +38,15 @@ def test_adapters_and_shared_prompts_save_operations_where_they_are_computed_so(
         assert found["train_token_s"] == pytest.approx(6e9 * (1 + 256 / 500 / 8) / (0.3 * 989e12))
         scores = 2 * 2e9 * build_experiment(data).rollouts_per_batch * read_tokens  # also under the initial weights
         assert found["other_s"] == pytest.approx(scores / (0.3 * 989e12))
+
+
+def test_servers_with_adapters_compute_the_reference_in_place_of_the_trainer() -> None:
+    """2 operations per weight, for every token of prompt and completion: a server reads each prompt again."""
+    data = {"models": {"device": "cuda"}, "training": {"adapters": {"rank": 8}}, "weights": {"transport": "lora"}}
+    served, own = (assumed({**SERVED, **data, "rollout": {**SERVED["rollout"], "temperature": t}}) for t in (1.0, 0.9))
+    assert own["train_token_s"] == pytest.approx(6e9 * (1 + 256 / 500 / 8) / (0.3 * 989e12))
+    assert served["train_token_s"] == pytest.approx(4e9 * (1 + 256 / 500 / 8) / (0.3 * 989e12))
+    assert served["row_s"] - own["row_s"] == pytest.approx(2e9 * (1 + 256 / 500) / (0.3 * 989e12))
 
 
 @pytest.mark.parametrize(("weights", "tokens", "written"), [({"sr": 1.0}, 500, 8), ({"cir": 1.0}, 256 + 9 * 500, 0)])

@@ -503,7 +503,7 @@ QWEN3 |= {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
     ("name", "memory_gb", "more"),
     [
         ("qwen3-critic", 80, []),
-        ("qwen3-critic", 24, ["serving.gpu_memory_utilization=0.7", "serving.max_num_seqs=96"]),
+        ("qwen3-critic", 24, ["serving.gpu_memory_utilization=0.7", "serving.max_num_seqs=88"]),
         ("qwen3-reasoning-verifier", 80, []),
         ("qwen3-reasoning-verifier", 24, []),
     ],

@@ -24,6 +24,7 @@ from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.gathering import Deadline
 from pvg.rollout.interaction import Ask, Direct, Interaction, Talk
 from pvg.rollout.torch_engine import TorchEngine
+from pvg.training.batch import batch_of
 
 
 class Talking:
@@ -45,7 +46,8 @@ class Talking:
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
         spans = (VersionSpan(0, self.version),)
         reason: Any = "stop" if ids[-1] == EOS else "length"
-        return Completion(request.id, ids, logprobs, spans, reason, Timing(1.0, 2.0))
+        reference = 2 * logprobs if request.reference else None
+        return Completion(request.id, ids, logprobs, spans, reason, Timing(1.0, 2.0), reference_logprobs=reference)
 
 
 class Script(Direct):
@@ -98,6 +100,17 @@ def test_the_prompt_of_a_turn_is_every_token_before_it():
     assert [request.seed for request in own] == [request_seed(7, 0, 0, turn) for turn in range(3)]
     assert request_seed(7, 0, 0) == request_seed(7, 0, 0, 0)
     assert TOKENIZER.decode(own[1].prompt_ids[-2:]) == "3?"
+
+
+@pytest.mark.parametrize("lines", [[], ["3?", "4?"]])
+def test_the_log_probs_of_the_reference_are_at_the_sampled_tokens(lines: list[str]):
+    found = rollouts(play(Talking(), Script(lines), reference=True))
+    assert all(np.array_equal(each.reference_logprobs, 2 * each.logprobs) for each in found)
+    batch = batch_of(found, np.zeros(len(found), dtype=np.float32))
+    for reference, own in zip(batch.reference_logprobs, batch.sampled_logprobs, strict=True):
+        assert np.array_equal(reference, 2 * own)
+    with pytest.raises(ValueError, match="reference"):
+        batch_of([*found, *rollouts(play(Talking(), Script(lines)))], np.zeros(2 * len(found), dtype=np.float32))
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ import torch
 SERVING = Path(__file__).parent.parent / "servers"
 sys.path.insert(0, str(SERVING))
 
+from fake_model import AS_STARTED, as_vllm_writes, prompt_logprobs, routed_experts, sampled  # noqa: E402
 from fake_model import Weights as Fingerprinted  # noqa: E402
-from fake_model import as_vllm_writes, prompt_logprobs, routed_experts, sampled  # noqa: E402
 from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 from fault_proxy import Fault, FaultProxy  # noqa: E402
 from patience import until  # noqa: E402
@@ -38,6 +38,7 @@ from pvg.servers.transports.opening import open_transport  # noqa: E402
 from pvg.telemetry.events import Events, SilentEvents  # noqa: E402
 
 __all__ = [
+    "AS_STARTED",
     "Drill",
     "FakeOptions",
     "FakeVllm",
@@ -47,6 +48,7 @@ __all__ = [
     "drill",
     "engine_over",
     "fingerprint",
+    "prompt_logprobs",
     "request",
     "routed_experts",
     "run",

@@ -87,6 +87,7 @@ def test_a_gpu_gets_its_share_and_its_graphs(tmp_path: Path) -> None:
     ("settings", "sleeps"),
     [
         ((), True),
+        (("rollout.engine=torch",), True),  # the trainer's command may choose vllm
         (("serving.tensor_parallel=2",), False),
         (("rollout.prefetch=fresh",), False),
         (("models.device=cpu",), False),
