@@ -47,7 +47,11 @@ def profile(
             raise UsageError(
                 "--run exports a finished timeline, so it takes no experiment, stage or settings.", "Leave them out."
             )
-        made = _of_run(run, runs, out)
+        from pvg.bench.profiling import profile_run
+        from pvg.store.run_directory import RunDirectory, free_name
+
+        directory = RunDirectory.open(run, runs)
+        made = profile_run(directory, out or Path(free_name(Path(), f"profile-{directory.name}")))
     else:
         try:
             made = _of_stage(experiment, stage or DEFAULT_STAGE, overrides or [], steps, out, not no_py_spy)
@@ -57,14 +61,6 @@ def profile(
         emit(made.plain())
     else:
         _show(made)
-
-
-def _of_run(run: str, runs: Path, out: Path | None) -> ProfileResult:
-    from pvg.bench.profiling import profile_run
-    from pvg.store.run_directory import RunDirectory, free_name
-
-    directory = RunDirectory.open(run, runs)
-    return profile_run(directory, out or Path(free_name(Path(), f"profile-{directory.name}")))
 
 
 def _of_stage(

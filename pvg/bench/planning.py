@@ -187,7 +187,12 @@ def plan_bench(
         for label, changes in variants
     ]
     for choice in choices:
-        _check_headline(make_workload(choice.settings).measures, base)
+        headline, known = profile.headline, [WALL, *make_workload(choice.settings).measures]
+        if headline not in known:
+            raise ConfigurationError(
+                f"The headline {headline!r} of profile {profile.name!r} is not a measure of its workload.",
+                f"It measures {', '.join(known)}.",
+            )
     swept = {f"{key}.kind" if key in TABLES else key for choice in choices for key in choice.overrides}
     if not serve and any(map(is_served, choices)) and (fixed := sorted(swept & FIXED_AT_START)):
         raise UsageError(
@@ -238,15 +243,6 @@ def _check_workload(workload: str, origin: str, on_servers: bool) -> None:
         raise UsageError(
             f"The workload {workload!r} does not use servers.",
             f"--server and --serve go with {', '.join(sorted(SERVED))}.",
-        )
-
-
-def _check_headline(measures: Any, base: BenchSettings) -> None:
-    headline, known = base.profile.headline, [WALL, *measures]
-    if headline not in known:
-        raise ConfigurationError(
-            f"The headline {headline!r} of profile {base.profile.name!r} is not a measure of its workload.",
-            f"It measures {', '.join(known)}.",
         )
 
 

@@ -364,16 +364,6 @@ class Verifier(Section):
     )
 
     @property
-    def keeps_weights(self) -> bool:
-        """Whether a round's verifier starts from that of the previous round."""
-        return self.keeps in ("weights", "both")
-
-    @property
-    def keeps_mints(self) -> bool:
-        """Whether a round's verifier also learns from the mints of earlier rounds."""
-        return self.keeps in ("mints", "both")
-
-    @property
     def verdict_tokens(self) -> int:
         """The most tokens that a generative verifier writes; 0 for others."""
         return self.head.tokens if isinstance(self.head, VerdictHead) else 0

@@ -29,7 +29,7 @@ from pvg.evaluation.opened_run import OpenedRun
 from pvg.export import pvg_verifier
 from pvg.export.finished import FinishedRound
 from pvg.export.target import MARK, check_target, put, resolved
-from pvg.game.statistics import RolloutColumns
+from pvg.game.statistics import RolloutColumns, shares_of
 from pvg.inputs import expanded
 from pvg.models import open_model
 from pvg.models.heads import GenerativeHead, ImplicitHead, ScalarHead, VerifierModel, YesTokenHead
@@ -41,7 +41,7 @@ from pvg.store.atomic import disk_full_explained, make_directory, share_weights,
 from pvg.store.run_players import WARMED_PROVER, adapter_name
 from pvg.tasks import opened_task
 from pvg.tasks.task import ConcealsText
-from pvg.verifier.intervals import Estimate, share_of
+from pvg.verifier.intervals import Estimate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,16 +69,7 @@ def intervals(finished: FinishedRound) -> dict[str, Estimate]:
     threshold = finished.metrics.get("threshold")
     if not kept or threshold is None:
         return {}
-    columns = RolloutColumns(kept, np.array([r.score for r in kept], dtype=np.float32))
-    _, problems_N = np.unique([r.problem_id for r in kept], return_inverse=True)
-    accepted_N = columns.scores_N >= np.float32(threshold)
-    shares = {
-        "helpful_accuracy": (columns.correct_N, columns.helpful_N),
-        "sneaky_error_rate": (columns.flaws_N, ~columns.helpful_N),
-        "fooled_rate": (accepted_N, columns.flaws_N),
-        "accepted_helpful": (accepted_N, columns.solved_N),
-    }
-    return {name: share_of(holds_N[among_N], problems_N[among_N]) for name, (holds_N, among_N) in shares.items()}
+    return shares_of(RolloutColumns(kept, np.array([r.score for r in kept], dtype=np.float32)), threshold)
 
 
 def example_prompts(finished: FinishedRound, tokenizer: Tokenizer) -> dict[str, str]:

@@ -19,13 +19,12 @@ from pvg.game.prover_phase import open_round_verifier
 from pvg.game.rewards import measures
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
-from pvg.game.statistics import RolloutColumns, fooled_rate_at, mean_of, play_metrics, verifier_auc
+from pvg.game.statistics import RolloutColumns, fooled_rate_at, mean_of, play_metrics, shares_of, verifier_auc
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import SampleCall
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.telemetry.spans import span
 from pvg.verifier.calibration import ACCEPTANCE, auc
-from pvg.verifier.intervals import share_of
 from pvg.verifier.scorer import TextSolution, VerifierScorer
 
 EXAMPLES = 8  # of each kind, in a round's table of examples
@@ -157,14 +156,7 @@ async def _round_metrics(
     metrics["tested"] = float(own.helpful_N.sum())
     metrics["solved"], metrics["flaws"] = float(own.solved_N.sum()), float(own.flaws_N.sum())
     metrics["solutions"], metrics["verifier_auc"] = float(len(own.scores_N)), verifier_auc(own)
-    shares = {
-        "helpful_accuracy": (own.correct_N, own.helpful_N),
-        "sneaky_error_rate": (own.flaws_N, ~own.helpful_N),
-        "fooled_rate": (own.scores_N >= threshold, own.flaws_N),
-        "accepted_helpful": (own.scores_N >= threshold, own.solved_N),
-    }
-    for name, (holds_N, among_N) in shares.items():
-        share = share_of(holds_N[among_N], own.problem_ids_N[among_N])
+    for name, share in shares_of(own, threshold).items():
         if share.low is not None and share.high is not None:
             metrics |= {f"{name}_low": share.low, f"{name}_high": share.high}
     metrics["fooled_rate_at_90"], metrics["threshold"] = fooled_rate_at(own, ACCEPTANCE), threshold

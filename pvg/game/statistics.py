@@ -14,6 +14,7 @@ from pvg.records import Float32, Group, Rollout
 from pvg.store.samples import SampleColumns
 from pvg.store.shards import columns_in_memory
 from pvg.verifier.calibration import acceptance_threshold, auc, matthews
+from pvg.verifier.intervals import Estimate, share_of
 
 if TYPE_CHECKING:
     from pvg.rollout.engine import Engine, EngineStats
@@ -178,6 +179,19 @@ def dialogue_metrics(answers_N: NDArray[np.int64]) -> dict[str, float]:
     if not asked_N.any():
         return {}
     return {"challenged": float(asked_N.mean()), "answer_tokens": float(answers_N[asked_N].mean())}
+
+
+def shares_of(columns: RolloutColumns, threshold: float) -> dict[str, Estimate]:
+    """The shares of a round, with intervals over problems; `threshold`: of acceptance."""
+    accepted_N = columns.scores_N >= threshold
+    shares = {
+        "helpful_accuracy": (columns.correct_N, columns.helpful_N),
+        "sneaky_error_rate": (columns.flaws_N, ~columns.helpful_N),
+        "fooled_rate": (accepted_N, columns.flaws_N),
+        "accepted_helpful": (accepted_N, columns.solved_N),
+    }
+    problems_N = columns.problem_ids_N
+    return {name: share_of(holds_N[among_N], problems_N[among_N]) for name, (holds_N, among_N) in shares.items()}
 
 
 def verifier_auc(columns: RolloutColumns) -> float:

@@ -37,7 +37,7 @@ from pvg.tasks.task import (
 
 if TYPE_CHECKING:
     from pvg.models.sources import BaseProver, WeightlessModel
-    from pvg.verifier.data import Head, VerifierTemplate
+    from pvg.verifier.data import VerifierTemplate
 
 
 # What players would read, and how the task grades: for `pvg train --dry-run` and `pvg check`.
@@ -194,13 +194,9 @@ def verifier_template_of(experiment: Experiment, task: Task, model: WeightlessMo
     head = experiment.verifier.head
     if isinstance(head, AnswerHead):
         answer_tokens(model.tokenizer, model.name)
-    return verifier_template(experiment.prompts, task, model.tokenizer, _reads(head.kind))
-
-
-def _reads(head: str) -> Head:
-    """The built-in head whose input the head takes. A user's head says it."""
-    found: Any = getattr(load("verifier.head", head), "reads", "scalar") if is_reference(head) else head
-    return cast("Head", found)
+    own = is_reference(head.kind)  # a user's head says which built-in head's input it takes
+    reads: Any = getattr(load("verifier.head", head.kind), "reads", "scalar") if own else head.kind
+    return verifier_template(experiment.prompts, task, model.tokenizer, reads)
 
 
 ANY_TEXT = "the grader takes any text"

@@ -257,7 +257,7 @@ def starting_verifier(session: Session, member: int = 0) -> VerifierModel:
     with ExitStack() as opened:
         verifier = session.players.open_verifier(round_, member)
         opened.callback(verifier.close)
-        if session.verifier.keeps_weights and round_ > 0:
+        if session.verifier.keeps in ("weights", "both") and round_ > 0:
             before = saved_verifier_name(session.state.weights, round_ - 1)
             if session.verifier.ensemble.kind != "none":
                 before = member_weights_name(round_ - 1, member)
@@ -270,7 +270,7 @@ def starting_verifier(session: Session, member: int = 0) -> VerifierModel:
 def minted(session: Session) -> list[ShardInfo]:
     """The mints from which this round's verifier learns, oldest first."""
     last = session.state.round
-    rounds = range(0 if session.verifier.keeps_mints else last, last + 1)
+    rounds = range(0 if session.verifier.keeps in ("mints", "both") else last, last + 1)
     return [info for round_ in rounds for info in session.ledger.shards(round_, Phase.MINT.value)]
 
 

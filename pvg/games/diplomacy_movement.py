@@ -351,10 +351,6 @@ class _Phase:
                 return False
         return True
 
-    def afloat(self, fleet: int) -> bool:
-        """Whether a convoying fleet is not dislodged."""
-        return not any(self.decide(attacker) for attacker in self.comers[fleet])
-
     def route(self, army: int) -> bool:
         """Whether a complete chain of convoying fleets remains."""
         fleets, target = self.convoyed[army], self.goal[army]
@@ -401,7 +397,9 @@ class _Phase:
         """Whether the order of a unit that moves or is attacked succeeds."""
         if self.goal[unit] >= 0:
             return self.arrives(unit)
-        return self.uncut(unit) if unit in self.aim else self.afloat(unit)
+        if unit in self.aim:
+            return self.uncut(unit)
+        return not any(self.decide(attacker) for attacker in self.comers[unit])  # a convoying fleet, not dislodged
 
     def reopen(self, before: int) -> None:
         for unit in self.circle[before:]:

@@ -453,12 +453,12 @@ def median(scores_KN: Tensor) -> Tensor:
     return sorted_KN[middle] if len(scores_KN) % 2 else (sorted_KN[middle - 1] + sorted_KN[middle]) / 2
 
 
-def minimum(scores_KN: Tensor) -> Tensor:
-    return scores_KN.amin(dim=0)
-
-
 # Kinds of `verifier.ensemble`: float64 [K, N] scores of K members -> [N].
-AGGREGATIONS: dict[str, Callable[[Tensor], Tensor]] = {"mean": mean, "median": median, "min": minimum}
+AGGREGATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": mean,
+    "median": median,
+    "min": lambda scores_KN: scores_KN.amin(dim=0),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -90,7 +90,7 @@ def situation(run: RunDirectory, state: Mapping[str, Any]) -> RunSituation:
             return RunSituation("finished" if has_only_samples(state) else "waiting", None, host, quiet_s)
         stopped = newest == "run" or not begun
         return RunSituation("stopped" if stopped else "failed", None, host, quiet_s)
-    if quiet_s is None or quiet_s < MISSED_BEATS * BEAT_S:
+    if quiet_s is None or beats:
         # A process of another container may be invisible here, and then a fresh beat counts more.
         certain = sees(driver) or (quiet_s is not None and quiet_s > 1.5 * BEAT_S)
         now: RunState = "died" if gone and certain else "running"

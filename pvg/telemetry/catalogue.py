@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -92,21 +91,16 @@ def page() -> str:
         emitted = "; ".join(f"`{place}/` {KINDS[place]}" for place in places)
         text += ["", f"## {title}", "", f"{about} Emitted: {emitted}.".strip(), ""]
         text += ["| name | unit | better | meaning | Prometheus |", "|---|---|---|---|---|"]
-        for group in _same([metric for metric in METRICS.values() if metric.where in places]):
+        rows: dict[tuple[str, ...], list[Metric]] = {}  # equal metrics in several places share a row
+        for entry in (entry for entry in METRICS.values() if entry.where in places):
+            rows.setdefault((entry.short, entry.unit, entry.meaning, entry.better), []).append(entry)
+        for group in rows.values():
             first = group[0]
             names = f"`{first.name}`" + "".join(f", `{metric.where}/…`" for metric in group[1:])
             exposed = ", ".join(dict.fromkeys(f"`{exposed_name(metric.name)}`" for metric in group))
             better = "–" if first.better == NEITHER else first.better
             text.append(f"| {names} | {first.unit} | {better} | {first.meaning} | {exposed} |")
     return "\n".join(text) + "\n"
-
-
-def _same(metrics: Iterable[Metric]) -> list[list[Metric]]:
-    """Metrics with equal unit, direction and meaning in several places share a row."""
-    rows: dict[tuple[str, str, str, str], list[Metric]] = {}
-    for entry in metrics:
-        rows.setdefault((entry.short, entry.unit, entry.meaning, entry.better), []).append(entry)
-    return list(rows.values())
 
 
 if __name__ == "__main__":

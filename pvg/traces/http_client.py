@@ -69,7 +69,10 @@ class OpenAiClient:
             client = cls(url.rstrip("/"), model, pool, key, variable, concurrency, timeout_s)
             client.say = say
             if not model:
-                client.model = await client._only_model()
+                names = [str(row["id"]) for row in await client._models()]
+                if len(names) != 1:
+                    raise UsageError(f"{client.url} lists {len(names)} models.", "Name one: --model NAME")
+                client.model = names[0]
             yield client
         finally:
             await pool.close()
@@ -111,12 +114,6 @@ class OpenAiClient:
         found = await self._request("GET", f"{self.url}/models", None)
         rows = found.get("data") if isinstance(found, dict) else None
         return [row for row in rows or () if isinstance(row, dict) and "id" in row]
-
-    async def _only_model(self) -> str:
-        names = [str(row["id"]) for row in await self._models()]
-        if len(names) != 1:
-            raise UsageError(f"{self.url} lists {len(names)} models.", "Name one: --model NAME")
-        return names[0]
 
     async def _request(self, method: str, url: str, body: Mapping[str, Any] | None) -> Any:
         async def send() -> Reply:

@@ -154,12 +154,6 @@ class RequestStreams:
             tokens_per_s = await running
         return tokens_per_s
 
-    @property
-    def updating_s(self) -> float:
-        """The seconds from the first update under load to the end of the last one."""
-        last = self.updates[-1]
-        return last.sent + last.timing.wall_ms / 1e3 - self.updates[0].sent
-
 
 def lost_share(samples: Sequence[Mapping[str, float]]) -> float:
     """The share of their tokens/s that the streams lose to back-to-back updates, compared with the rates before and
@@ -295,9 +289,11 @@ class SyncWorkload:
         requests in flight at an update, the share of the versions that served tokens, and the share of tokens/s that
         the streams lose to updates."""
         updates = [update for sample in self.loaded for update in sample.updates]
+        ends = [(sample.updates[0], sample.updates[-1]) for sample in self.loaded]
         found = {
             "updates": float(len(updates)),
-            "updates_per_s": len(updates) / sum(sample.updating_s for sample in self.loaded),
+            "updates_per_s": len(updates)
+            / sum(last.sent + last.timing.wall_ms / 1e3 - first.sent for first, last in ends),
             **times("", updates),
         }
         for part in self._parts:
