@@ -261,6 +261,6 @@ def measure_ratios(results: Results, sizes: Sizes, device: torch.device) -> None
             for name, weight in learner.module.named_parameters():
                 if "lora_B" in name:
                     torch.nn.init.normal_(weight, std=2e-4)  # as after ten steps at a learning rate of 2e-5
-            for dtype in (torch.bfloat16, torch.float32):
-                with learner.copy(dtype) as merged:
-                    compared(f"adapters merged in {str(dtype)[6:]}", merged, learner.module, "bfloat16")
+            for name, sampler in (("merged into", learner.copy()), ("beside", learner.sampler())):
+                with sampler:
+                    compared(f"adapters {name} bfloat16", sampler, learner.module, "bfloat16")

@@ -97,7 +97,7 @@ FIGURES = {
     "decoding": "engine, 12 rows, lean decoding",
     "full": "FSDP2 over gloo with MixedPrecisionPolicy: forward and backward",
     "ipc": "again: 2e-06 GB handed over and doubled",
-    "parity": "trainer and sampler, adapters merged in float32: k3",
+    "parity": "trainer and sampler, adapters beside bfloat16: k3",
     "peer": "adapters: 96 tokens, vocabulary of 1000: peak memory",
 }
 

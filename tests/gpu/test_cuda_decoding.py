@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.gpu.parity import requests_of
 from benchmarks.gpu.sizes import SMALL, random_model
+from pvg.models.adapters import attach_adapters
 from pvg.models.compute import allow_tf32
 from pvg.models.language_model import LanguageModel
 from pvg.rollout.device_rows import DeviceRows
@@ -43,7 +44,8 @@ def sampled(
             engine = TorchEngine(model, max_rows=16, max_in_flight=100, executor=executor, **how)
             found = await asyncio.gather(*map(engine.generate, requests))
             if update is not None:
-                await engine.load_weights(WeightUpdate(1, dict(update.weights())))
+                tensors, adapter = update.policy()
+                await engine.load_weights(WeightUpdate(1, tensors, adapter=adapter))
                 found = await asyncio.gather(*map(engine.generate, requests))
             rows = engine._rows
             await engine.close()
@@ -89,6 +91,19 @@ def test_new_weights_reach_recorded_steps(device: torch.device) -> None:
     with model_on(device, seed=1) as other:
         found, _ = sampled(model_on(device), REQUESTS, update=other)
     assert_same(found, sampled(model_on(CPU, seed=1), REQUESTS)[0])
+
+
+def test_new_adapters_beside_16_bits_reach_recorded_steps(device: torch.device) -> None:
+    with model_on(device, torch.bfloat16) as base, attach_adapters(base, 4, 8.0, 0) as learner:
+        engine_model = learner.sampler()
+        for name, weight in learner.module.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.05)
+        found, engine = sampled(engine_model, REQUESTS, update=learner)
+        assert_same(found, sampled(learner.sampler(), REQUESTS)[0])
+        before, _ = sampled(attach_adapters(base, 4, 8.0, 0).sampler(), REQUESTS)
+    assert engine.decoding == "lean"
+    assert [one.token_ids.tolist() for one in found] != [one.token_ids.tolist() for one in before]
 
 
 def test_another_gpu_stays_unused(cuda: torch.device) -> None:
