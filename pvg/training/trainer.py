@@ -180,6 +180,9 @@ class TrainerRanks(Protocol[BatchT]):
     """Other processes that divide a trainer's weights, gradients and moments among them. The trainer's module has a
     copy of the weights, which `update` keeps current. All calls block, except `load`."""
 
+    @property
+    def on_gpus(self) -> bool: ...
+
     def shards(self, batch: BatchT) -> list[BatchT]: ...
 
     def gradients(self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any]) -> list[PartGradient]:
@@ -189,7 +192,7 @@ class TrainerRanks(Protocol[BatchT]):
         """Clip the gradient and step. Returns its norm before clipping; if this is not finite, nothing changes."""
 
     def moments(self) -> dict[str, Tensor]:
-        """As pvg.training.trainer.optimizer_tensors."""
+        """As pvg.training.trainer.optimizer_tensors, on the CPU, in new memory."""
 
     def load(self, moments: Mapping[str, Tensor]) -> None:
         """Continue from these moments and the module's weights."""
@@ -349,22 +352,19 @@ class Trainer(Generic[BatchT]):
 
     @property
     def copies_state(self) -> bool:
-        """Whether the next step leaves what `state` returns as it is. On a CPU, a copy of more than KEPT_BYTES would
-        cost more memory than its time is worth."""
+        """Whether the next step leaves what `state` returns as it is. Where CPUs train, a copy of more than KEPT_BYTES
+        would cost more memory than its time is worth."""
         numbers = sum(parameter.numel() for parameter in self._parameters.values())
-        return self._device.type == "cuda" or 3 * torch.float32.itemsize * numbers <= KEPT_BYTES
+        on_gpu = self._device.type == "cuda" if self._ranks is None else self._ranks.on_gpus
+        return on_gpu or 3 * torch.float32.itemsize * numbers <= KEPT_BYTES
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """On the CPU, ready for safetensors: the trained weights ("model.") and the optimizer's moments ("optimizer."),
-        and the rest as JSON data. If `copies_state`, in memory that the next call overwrites."""
+        and the rest as JSON data. If `copies_state`, in memory that the next call may overwrite, but no step."""
         tensors: dict[str, Tensor] = {MODEL_PREFIX + name: weight for name, weight in self._parameters.items()}
-        if self._ranks is not None:
-            moments = self._ranks.moments()
-        else:
-            assert self._optimizer is not None
-            moments = optimizer_tensors(self._optimizer, self._parameters)
-        for name, moment in moments.items():
-            tensors[OPTIMIZER_PREFIX + name] = moment
+        own = {} if self._optimizer is None else optimizer_tensors(self._optimizer, self._parameters)
+        copied = {} if self._ranks is None else self._ranks.moments()
+        tensors |= {OPTIMIZER_PREFIX + name: moment for name, moment in own.items()}
         on_gpu, copies = self._device.type == "cuda", self.copies_state
         if copies and not self._copies:
             return_freed_memory(sum(tensor.nbytes for tensor in tensors.values()))
@@ -375,6 +375,7 @@ class Trainer(Generic[BatchT]):
         if on_gpu:
             torch.cuda.synchronize(self._device)
         found = {name: self._copies[name] if copies else tensor.detach() for name, tensor in tensors.items()}
+        found |= {OPTIMIZER_PREFIX + name: moment for name, moment in copied.items()}
         meta: dict[str, Any] = {"step": self._steps}
         if isinstance(self._objective, AdaptsCoefficients) and (adapted := self._objective.state()):
             meta["adapted"] = adapted

@@ -299,11 +299,11 @@ class _Part:
         return norm
 
     def moments(self) -> dict[str, Tensor]:
-        """The whole moments, on the CPU of rank 0; the other ranks return nothing."""
+        """Copies of the whole moments, on the CPU of rank 0; the other ranks return nothing."""
         found = dict[str, Tensor]()
         for name, own in optimizer_tensors(self._optimizer, self._parameters).items():
             gathered = _full(own)  # on all ranks
-            found |= {} if self._number else {name: gathered.cpu()}
+            found |= {} if self._number else {name: gathered.to("cpu", copy=True)}
         return found
 
 
@@ -348,6 +348,10 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
         if self.opened and not self.group.broken:
             self.opened = False
             await run_in(self.executor, self.group.do, "close")
+
+    @property
+    def on_gpus(self) -> bool:
+        return bool(self.fields["device"] == "cuda")
 
     def shards(self, batch: PolicyBatch) -> list[PolicyBatch]:
         return policy_shards(batch, self.group.count)

@@ -19,6 +19,7 @@ from pvg.telemetry.metrics import Metrics
 from pvg.telemetry.spans import Tracer
 from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import (
+    MOMENTS,
     OptimizerSettings,
     PartGradient,
     Trainer,
@@ -323,6 +324,48 @@ def test_workers_train_as_one_process_does(executor):
     assert expected[0].metrics["padding"] == 0.0  # prompts are shared
     assert workers.asked == [(2, {"kl": pytest.approx(report.metrics["kl_coefficient"])}) for report in expected]
     assert workers.changes == 2
+
+
+class Ranks:
+    """Change the weights of the trainer's module, and have moments in memory that nothing changes."""
+
+    def __init__(self, module, on_gpus):
+        self.module, self.on_gpus, self.updates = module, on_gpus, 0
+
+    def shards(self, batch):
+        return [batch]
+
+    def gradients(self, parts, state):
+        return [PartGradient(None, [0.0], Metrics())]
+
+    def update(self, rate, clip):
+        self.updates += 1
+        for weight in self.module.parameters():
+            weight.data.fill_(self.updates)
+        return 1.0
+
+    def moments(self):
+        return {
+            f"{moment}.{name}": torch.full(() if moment == "step" else weight.shape, float(self.updates))
+            for name, weight in self.module.named_parameters()
+            for moment in MOMENTS
+        }
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_a_step_leaves_the_state_of_ranks_on_gpus_to_the_disk(executor, monkeypatch, on_gpus):
+    """However large it is, and although the driver has the weights on the CPU. On CPUs it is not copied."""
+    monkeypatch.setattr("pvg.training.trainer.KEPT_BYTES", 0)
+    module = llama()
+    trainer = make(module, [random_batch(seed) for seed in range(2)], executor, ranks=Ranks(module, on_gpus))
+    play(trainer)
+    tensors, meta = trainer.state()
+    assert trainer.copies_state is on_gpus
+    play(trainer)
+    of_model = {float(tensor.max()) for name, tensor in tensors.items() if name.startswith("model.")}
+    assert of_model == ({1.0} if on_gpus else {2.0})
+    assert {float(tensor.max()) for name, tensor in tensors.items() if name.startswith("optimizer.")} == {1.0}
+    assert meta["step"] == 1
 
 
 # --- gradient checkpointing ----------------------------------------------------------------------------------------

@@ -46,13 +46,21 @@ class Job:
     batches: list[int | str]
     training: dict[str, Any] = field(default_factory=dict)
     precision: str = "float32"
+    dtype: str = "float32"
     start: str = ""
 
 
 def experiment(job: Job) -> Experiment:
     sections = {
-        "models": {"prover": {"source": job.model}, "device": "cpu", "threads": 1, "precision": job.precision},
+        "models": {
+            "prover": {"source": job.model},
+            "device": "cpu",
+            "threads": 1,
+            "precision": job.precision,
+            "dtype": job.dtype,
+        },
         "rollout": {"max_tokens": 8},
+        "verifier": {"adapters": {"rank": 1}},  # of which nothing is opened here
         "training": {"micro_batch_tokens": 40, "kl": {"target": 0.001}, **job.training},
     }
     return build_experiment(sections)
@@ -88,16 +96,16 @@ def batch(kind: int | str) -> PolicyBatch:
 
 class Listed:
     def __init__(self, batches: list[PolicyBatch]) -> None:
-        self._batches = list(batches)
+        self.batches = list(batches)
 
     async def next_batch(self) -> PolicyBatch | None:
-        return self._batches.pop(0) if self._batches else None
+        return self.batches.pop(0) if self.batches else None
 
 
 async def train(job: Job, group: RankGroup | None) -> dict[str, Any]:
     """Train in the ranks of `group`; None: in this process."""
     chosen = experiment(job)
-    learner = open_model(chosen.models.prover, torch.device("cpu"))
+    learner = open_model(chosen.models.prover, torch.device("cpu"), chosen.models.dtype)
     if chosen.training.adapters.rank:
         learner = attach_adapters(learner, chosen.training.adapters.rank, chosen.training.adapters.alpha, 1)
     learner.require_gradients()
@@ -106,11 +114,12 @@ async def train(job: Job, group: RankGroup | None) -> dict[str, Any]:
         if group is not None:
             fields = rank_fields(chosen.training, chosen.rollout, chosen.models, SETTINGS, torch.device("cpu"))
             model = ModelInRanks(group, executor, fields, trainable_parameters(learner.module), SilentEvents())
+        source = Listed([batch(kind) for kind in job.batches])
         trainer = Trainer(
             learner.module,
             PolicyObjective(chosen.training, chosen.rollout, learner.tokenizer.pad_id, chosen.models.compute_dtype),
             SETTINGS,
-            Listed([batch(kind) for kind in job.batches]),
+            source,
             executor=executor,
             precision=chosen.models.compute_dtype,
             gradient_checkpointing=chosen.training.gradient_checkpointing,
@@ -126,6 +135,11 @@ async def train(job: Job, group: RankGroup | None) -> dict[str, Any]:
         except TrainingDivergedError as diverged:
             error = diverged.message
         state = await asyncio.get_running_loop().run_in_executor(executor, trainer.state)
+        tensors = {name: tensor.clone() for name, tensor in state[0].items()}
+        if metrics and not error:  # a small trainer copies its state, so a further step does not change it
+            source.batches.append(batch(2))
+            await trainer.step()
+            assert all(torch.equal(state[0][name], tensor) for name, tensor in tensors.items())
         if model is not None:
             await model.close()
     return {"metrics": metrics, "state": state, "error": error, "addresses": addresses()}

@@ -143,18 +143,21 @@ def test_bfloat16_and_a_gradient_that_is_not_finite_as_in_one_process(tied: str,
         return [
             Job(tied, "", [2, 3], precision="bfloat16"),
             Job(tied, "", [2, 3], ADAPTERS, precision="bfloat16"),
+            Job(tied, "", [2, 3], ADAPTERS, precision="bfloat16", dtype="bfloat16"),
             Job(tied, "", [2], without),
             Job(tied, "", [2, "endless"], without),
         ]
 
     alone, together = trained(tmp_path / "alone", 0, jobs()), trained(tmp_path / "together", 2, jobs())
-    for found, expected in zip(together[:2], alone[:2], strict=True):
+    for found, expected in zip(together[:3], alone[:3], strict=True):
+        assert all(tensor.dtype == torch.float32 for tensor in found["state"][0].values())
         for one, other in zip(found["metrics"], expected["metrics"], strict=True):
             assert one["loss"] == pytest.approx(other["loss"], abs=0.02)
             assert one["entropy"] == pytest.approx(other["entropy"], rel=0.01)
-    assert "step 1: the gradient's norm is" in together[3]["error"]
-    for name, tensor in together[2]["state"][0].items():
-        assert torch.equal(together[3]["state"][0][name], tensor), name
+    finite, endless = together[3:]
+    assert "step 1: the gradient's norm is" in endless["error"]
+    for name, tensor in finite["state"][0].items():
+        assert torch.equal(endless["state"][0][name], tensor), name
 
 
 @pytest.mark.drill
