@@ -571,7 +571,7 @@ def machine_named(name: str) -> MachineSpeed:
 # tokens at a time in float32, where 1,536 were 7 % faster, and on 1,536 in bfloat16: a group of eight solutions of 146
 # tokens. With 1,024, it would compute a quarter more positions. That of the cache is chosen for laptops, not measured.
 CPU_SHARES_GB = {ACTIVATIONS: 0.65, "KV cache": 2.0}
-GPU_SHARE = 0.8  # of a GPU, for all that the plan counts
+GPU_SHARE = 0.8  # of what is free of a GPU, for all that the plan counts
 
 
 def fitted_here(
@@ -597,7 +597,7 @@ def fitted_here(
         fixed_gb = (stage.total - stage.parts[part]) / GB
         spare_gb = min(CPU_SHARES_GB[part], (usable_memory()[1] / GB - fixed_gb) / 2)
         if plan.gpus:
-            spare_gb = GPU_SHARE * plan.available_gb(stage) - fixed_gb
+            spare_gb = GPU_SHARE * (plan.available_gb(stage) - others_gb(plan)) - fixed_gb
         row = math.ceil(plan.inputs["prompt_tokens"]) + experiment.rollout.max_tokens
         # Prompts may be longer than assumed, so there is room for some rows.
         unit, least = (1, 16) if stage.rows else (256, max(1024, 2 * row))
@@ -611,6 +611,17 @@ def fitted_here(
     if plan.memory_advice and not force:
         raise ConfigurationError(plan.memory_advice[0], "Details: pvg plan. To play anyway, add --force.")
     return experiment, line + says(plan)
+
+
+def others_gb(plan: ExperimentPlan) -> float:
+    """What other processes take of this machine's GPU now, without the share of a server that `available_gb` knows."""
+    import torch
+
+    from pvg.models import pick_device
+
+    free, whole = torch.cuda.mem_get_info(pick_device(plan.experiment.models.device))
+    served = plan.gpus == 1 and not isinstance(plan.experiment.rollout.engine, TorchSampling)
+    return max(0.0, whole - free - served * plan.experiment.serving.gpu_memory_utilization * whole) / GB
 
 
 def says(plan: ExperimentPlan) -> str:

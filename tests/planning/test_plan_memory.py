@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -448,6 +449,30 @@ def test_micro_batches_fit_a_laptop_unless_they_are_chosen(tmp_path: Path) -> No
     assert fitted_as(fitted, experiment, ()) == fitted
     assert fitted_as(fitted, experiment, ("training.micro_batch_tokens",)).training == experiment.training
     assert fitted_as(experiment, fitted, ()) == fitted
+
+
+@pytest.mark.slow
+def test_micro_batches_are_sized_by_the_free_memory_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's share is not free while it runs, but it sleeps while players train."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    LlamaConfig(**sizes, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True).save_pretrained(tmp_path)
+    model, whole, found = {"source": str(tmp_path)}, 80 * 10**9, SimpleNamespace(name="NVIDIA H100")
+    found.total_memory = whole
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+
+    def tokens(free: int, **settings: Any) -> int:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, whole))
+        models = {"prover": model, "verifier": model, "device": "cuda"}
+        experiment = build_experiment({"name": "own", "models": models, "verifier": {"head": "scalar"}, **settings})
+        return fitted_here(experiment, print)[0].training.micro_batch_tokens
+
+    assert tokens(whole) == 16_384
+    assert 1024 <= tokens(8 * 10**9) < tokens(10 * 10**9) < 16_384
+    served = {"rollout": {"engine": "vllm"}, "serving": {"gpu_memory_utilization": 0.8}}
+    assert tokens(whole // 5, **served) == tokens(whole, **served)
+    assert tokens(whole // 10, **served) <= tokens(whole, **served)
 
 
 @pytest.mark.slow
