@@ -362,7 +362,7 @@ class PackedRows:
     M of the predictions of rows' tokens differ: first those by the tokens `sources_A`, then those by the last `tail` of
     the T tokens, in order. `targets_M` are the predicted ids. `rows_W` and `columns_W` are the positions of all
     completion tokens in the given rows, padded; `picks_W` is the prediction of each, None if it is M in order.
-    `ends_E`: the tokens of the T with which rows end, leaving out their last ones; `places_N`: which of these is a
+    `ends`: the tokens of the T with which rows end, leaving out their last ones; `places_N`: which of these is a
     row's.
     """
 
@@ -376,8 +376,12 @@ class PackedRows:
     rows_W: Tensor
     columns_W: Tensor
     picks_W: Tensor | None
-    ends_E: Tensor
+    ends: NDArray[np.int64]
     places_N: Tensor
+
+    @cached_property
+    def ends_E(self) -> Tensor:
+        return torch.from_numpy(self.ends).to(self.ids_1T.device)
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -387,9 +391,8 @@ class PackedRows:
     @cached_property
     def last_blocks(self) -> list[Block]:
         """As `blocks`, for the results of `ends_E` alone."""
-        ends_E = self.ends_E.cpu().numpy()
-        segments_E = np.searchsorted(self.trie.begins_S, ends_E, side="right") - 1
-        own_E = ends_E - self.trie.begins_S[segments_E] + 1
+        segments_E = np.searchsorted(self.trie.begins_S, self.ends, side="right") - 1
+        own_E = self.ends - self.trie.begins_S[segments_E] + 1
         return blocks_of(self.trie, segments_E, own_E, self.ids_1T.device, last=True)
 
     @cached_property
@@ -429,7 +432,7 @@ def pack_rows(
     targets_M = np.zeros(len(firsts_A) + tokens - first, dtype=np.int64)  # some are not picked, and need an id too
     targets_M[picks_W] = np.concatenate(sequences)[begins_N[rows_W] + columns_W]
     ends_N = [paths[leaf][max(length, 2) - 2] for leaf, length in zip(trie.leaves_N, lengths_N, strict=True)]
-    ends_E, places_N = np.unique(ends_N, return_inverse=True)
+    ends, places_N = np.unique(np.array(ends_N, dtype=np.int64), return_inverse=True)
     in_order = np.array_equal(picks_W, np.arange(len(targets_M)))
     found = {
         "ids_1T": trie.tokens_of(sequences)[None],
@@ -439,14 +442,13 @@ def pack_rows(
         "rows_W": rows_W,
         "columns_W": columns_W,
         "picks_W": None if in_order else picks_W,
-        "ends_E": ends_E,
         "places_N": places_N,
     }
     tensors = {
         name: None if array is None else torch.from_numpy(array.astype(np.int64)).to(device)
         for name, array in found.items()
     }
-    return PackedRows(trie=trie, longest=int(lengths_N.max()), tail=tokens - first, **cast(Any, tensors))
+    return PackedRows(trie=trie, longest=int(lengths_N.max()), tail=tokens - first, ends=ends, **cast(Any, tensors))
 
 
 def distinct_rows(

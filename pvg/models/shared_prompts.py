@@ -242,8 +242,14 @@ def last_hidden(module: nn.Module, ids_BL: Tensor, lengths_B: Tensor, prompt_len
     # Packed rows lack their last token, so each gets one more. The last token that counts belongs to the completion.
     rows = [np.append(row, np.int32(0)) for row in rows_of(ids_BL, lengths_B)]
     packed = pack_rows(rows, torch.minimum(prompt_lengths_B, lengths_B - 1).cpu().numpy(), ids_BL.device)
+    return hidden_of_ends(module, packed, shorter=ids_BL.device.type == "cpu")
+
+
+def hidden_of_ends(module: nn.Module, packed: PackedRows, *, shorter: bool) -> Tensor:
+    """`last_hidden` of packed rows. `shorter`: the last layer computes the last tokens alone, if it is known. On a GPU,
+    that was not measured."""
     decoder = cast(Any, module).get_decoder()
-    if knows(decoder) and ids_BL.device.type == "cpu":  # on a GPU, the shorter last layer was not measured
+    if shorter and knows(decoder):
         hidden_ED = fused_hidden(decoder, packed, last=True)
     else:
         hidden_ED = _hidden(module, packed, fused_layers=True).index_select(0, packed.ends_E)

@@ -32,7 +32,7 @@ from pvg.config.base import READER, is_hub_id, is_run_id, parse, parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.operation import LocalCluster, has_workers, ranks_of
 from pvg.config.rollout import Prompts, TorchSampling, WordedPrompts
-from pvg.config.training import OwnHead, VerdictHead
+from pvg.config.training import AnswerHead, LastTokenHead, OwnHead, VerdictHead
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.hub import Say, fetch_config
 from pvg.inputs import expanded
@@ -165,7 +165,7 @@ class Activations:
     """What a step holds besides weights, in bytes. After the forward pass, for the backward pass: `layer`, per position
     of a layer; `outside`, per position, outside of the layers; `copies`, per layer, whatever the number of positions:
     weights that were cast to the precision of the pass. `passing`: what the backward pass of a layer holds besides, per
-    position."""
+    position. If the last layer computes a few tokens alone, `outside` is less by what it saves, below 0."""
 
     layer: float
     outside: float
@@ -181,7 +181,8 @@ GROUP = 8
 class Pass:
     """A forward pass of groups of GROUP rows with one prompt. `rank`: of adapters, 0 without. `fused`: pvg's own code
     of a layer. `on_gpu`: with the attention that a GPU has in 16 bits. Lengths in tokens. `shared`: the prompt is
-    computed once; otherwise each row is computed whole, by the model's own code."""
+    computed once; otherwise each row is computed whole, by the model's own code. `last`: a verifier's head needs the
+    last hidden states alone, and no log-probs."""
 
     dtype: str
     precision: str
@@ -191,12 +192,13 @@ class Pass:
     prompt: int = 64
     completion: int = 192
     shared: bool = True
+    last: bool = False
 
     @property
     def positions(self) -> int:
-        """Positions of a group: with a shared prompt, without the rows' last tokens, which predict nothing."""
+        """Positions of a group: with a shared prompt, without the rows' last tokens if these predict nothing."""
         whole = GROUP * (self.prompt + self.completion)
-        return self.prompt + GROUP * (self.completion - 1) if self.shared else whole
+        return self.prompt + GROUP * (self.completion - 1 + self.last) if self.shared else whole
 
 
 @lru_cache(maxsize=256)
@@ -208,13 +210,14 @@ def activations_of(shape: ModelShape, forward: Pass) -> Activations:
         factor = 2 if forward.precision == "float32" else 1
         sizes = (halves.layer, halves.outside, halves.copies, halves.passing)
         return Activations(*(factor * size for size in sizes))
-    (one, least), (two, _), (one_twice, most), (two_twice, _) = (
+    (one, _), (two, least), (one_twice, _), (two_twice, most) = (
         _live_bytes(shape, layers, groups, forward) for groups in (1, 2) for layers in (1, 2)
     )
     of_layer = (two_twice - one_twice) - (two - one)
     outside = (one_twice - one) - of_layer
-    passing = (most - least) / forward.positions
-    return Activations(of_layer / forward.positions, outside / forward.positions, (two - one) - of_layer, passing)
+    passing = most - least + (of_layer + outside if outside < 0 else 0)
+    per_position = [each / forward.positions for each in (of_layer, outside, passing)]
+    return Activations(*per_position[:2], (two - one) - of_layer, per_position[2])
 
 
 def _live_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> tuple[int, int]:
@@ -228,14 +231,16 @@ def _live_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> t
     from pvg.models.language_model import LanguageModel
     from pvg.models.logprobs import LogitTransform, chunk_tokens, predicting, token_logprobs, trust
     from pvg.models.packing import attention_as_on_a_gpu, pack_rows, pad_right
+    from pvg.models.shared_prompts import hidden_of_ends
 
     # Prompts and completions begin differently, so that rows of a group have only their prompt in common.
     prompts = [np.arange(forward.prompt, dtype=np.int32) + group for group in range(groups)]
     rows = [
-        np.concatenate([prompt, np.arange(forward.completion, dtype=np.int32) + row]).astype(np.int32)
+        np.concatenate([prompt, np.arange(forward.completion + forward.last, dtype=np.int32) + row]).astype(np.int32)
         for prompt in prompts
         for row in range(GROUP)
     ]
+    starts = np.full(len(rows), forward.prompt, dtype=np.int32)
     with explained(f"The memory of {shape.name} cannot be planned", ""):
         module = _weightless(_with_layers(shape.config, layers), forward.dtype)
         if forward.rank:
@@ -247,19 +252,25 @@ def _live_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> t
                 weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
             attention = attention_as_on_a_gpu() if forward.on_gpu else nullcontext()
             head, chunk = module.get_output_embeddings(), chunk_tokens(shape.vocabulary, 0)
-            starts = np.full(len(rows), forward.prompt, dtype=np.int32)
             with attention, LiveBytes(module) as live:
                 with autocast(forward.precision, torch.device("cpu")):
                     if forward.shared:
                         packed = pack_rows(rows, starts, "cpu")
-                        hidden_ND, targets_N = predicting(module, packed, forward.fused), packed.targets_M
+                        targets_N = packed.targets_M
+                        if forward.last:
+                            hidden_ND = hidden_of_ends(module, packed, shorter=not forward.on_gpu)
+                        else:
+                            hidden_ND = predicting(module, packed, forward.fused)
                     else:  # as completion_logprobs, whose number of tokens depends on numbers
                         ids_BL, _ = pad_right(rows, 0)
                         with _one_sequence_per_row():
                             hidden_ND = module.get_decoder()(input_ids=ids_BL, use_cache=False).last_hidden_state
-                        hidden_ND = hidden_ND[:, forward.prompt - 1 : -1].flatten(0, 1)
+                        own = slice(-2, -1) if forward.last else slice(forward.prompt - 1, -1)
+                        hidden_ND = hidden_ND[:, own].flatten(0, 1).clone()
                         targets_N = ids_BL[:, forward.prompt :].flatten()
-                    kept = token_logprobs(hidden_ND, head.weight, head.bias, targets_N, LogitTransform(), chunk)
+                    kept = hidden_ND.float()
+                    if not forward.last:
+                        kept = token_logprobs(hidden_ND, head.weight, head.bias, targets_N, LogitTransform(), chunk)
                 saved = live.now
                 del kept
                 live.peak = before = live.now
@@ -342,8 +353,8 @@ class MemoryPlan:
 @dataclass(frozen=True, slots=True)
 class ModelInTraining:
     """A model in training. `rank`: of its adapters; 0: all weights are trained. `dtype`: of the weights; `precision`:
-    of the passes. `gpus`: those that divide its weights, gradients and moments (trainer ranks). `fused` and `shared`:
-    as in Pass."""
+    of the passes. `gpus`: those that divide its weights, gradients and moments (trainer ranks). `fused`, `shared`
+    and `last`: as in Pass."""
 
     shape: ModelShape
     rank: int
@@ -353,6 +364,7 @@ class ModelInTraining:
     gpus: int = 1
     fused: bool = True
     shared: bool = True
+    last: bool = False
 
     @property
     def gathered(self) -> float:
@@ -389,7 +401,7 @@ def training_parts(
     chunk = shape.vocabulary * chunk_tokens(shape.vocabulary, int(gpu_bytes or 0))
     on_gpu = gpu_bytes is not None and "bfloat16" in (model.dtype, model.precision)
     lengths = max(1, prompt), max(2, completion)
-    forward = Pass(model.dtype, model.precision, model.rank, model.fused, on_gpu, *lengths, model.shared)
+    forward = Pass(model.dtype, model.precision, model.rank, model.fused, on_gpu, *lengths, model.shared, model.last)
     found = activations_of(shape, forward)
     layer, passing = found.layer * positions, found.passing * positions
     inputs = shape.width * BYTES[model.dtype] * positions
@@ -400,7 +412,9 @@ def training_parts(
     head, number = 0 if model.rank else shape.vocabulary * shape.width, BYTES[model.precision]
     logits = FLOAT32 * min(chunk, positions * shape.vocabulary)
     # On a GPU, the products that are added to the head's gradient are as large as it, beside logits and their slope.
-    after = found.outside * positions + max(LOGITS_COPIES * logits, 1.5 * logits + on_gpu * number * head)
+    of_head = 0.0 if model.last else max(LOGITS_COPIES * logits, 1.5 * logits + on_gpu * number * head)
+    gone = 0.0 if found.outside >= 0 or model.checkpointing else layer  # a short last layer, before the next one passes
+    least = max(found.outside * positions + of_head, passing - gone)
     gradients, of_layer, of_ends = FLOAT32 * model.trained / model.gpus, 0.0, 0.0
     if model.gpus > 1 and not model.rank:  # whole, in the precision, until FSDP2 copies it to float32 and divides it
         ends = shape.streamed(0)
@@ -408,7 +422,7 @@ def training_parts(
         of_ends = (number + FLOAT32) * ends - model.gathered  # when no weights are gathered any more
     frozen = shape.parameters * BYTES[model.dtype] / model.gpus if model.rank and model.gpus > 1 else 0.0
     early = accumulates * gradients + FLOAT32 * head * (not (accumulates and casts and model.gpus == 1))
-    start, end = (everything + max(after, passing), early), (layer + passing, gradients + of_layer)
+    start, end = (everything + least, early), (layer + passing, gradients + of_layer)
     activations, held = max(start, end, (0.0, gradients + of_ends), key=sum)
     return {
         "trained weights": FLOAT32 * model.trained / model.gpus,
@@ -557,7 +571,8 @@ def _policy(experiment: Experiment, shape: ModelShape, length: int) -> ModelInTr
 
 
 def _verifier(experiment: Experiment, shape: ModelShape, length: int) -> ModelInTraining:
-    return replace(_policy(experiment, shape, length), rank=experiment.verifier.adapters.rank, fused=True)
+    last = isinstance(experiment.verifier.head, LastTokenHead | AnswerHead)
+    return replace(_policy(experiment, shape, length), rank=experiment.verifier.adapters.rank, fused=True, last=last)
 
 
 def shares_prompts(experiment: Experiment, shape: ModelShape, length: int) -> bool:

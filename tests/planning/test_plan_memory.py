@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from pvg.config.training import Training
 from pvg.models import logprobs
 from pvg.models.adapters import attach_adapters
 from pvg.models.compute import LiveBytes, autocast
+from pvg.models.heads import build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.models.packing import attention_as_on_a_gpu
 from pvg.planning.memory import (
@@ -60,6 +62,8 @@ from pvg.training.batch import PolicyBatch
 from pvg.training.forward import fitted
 from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import checkpoint_layers
+from pvg.verifier.data import VerifierBatch
+from pvg.verifier.losses import PairObjective
 
 ROOT = Path(__file__).parent.parent.parent
 QWEN_7B = {
@@ -367,55 +371,83 @@ def open_tiny(family: str, layers: int, rank: int) -> tuple[Any, Any]:
     return config, module
 
 
+PLAYERS = {"prover": "", "verifier with log-probs": "implicit", "verifier with the last token": "scalar"}
+
+
+def training_of(module: Any, head: str, rank: int, precision: str, lengths: tuple[int, int]) -> tuple[Any, Any, Any]:
+    """What trains on a group of 8 rows that share a prompt, its objective, and its only micro-batch."""
+    prompt, completion = lengths
+    batch = _batch(8, sum(lengths), 50, prompt)
+    if not head:
+        section, _ = fitted(Training(), module, sum(lengths))
+        objective: Any = PolicyObjective(section, Rollouts(max_tokens=completion), 0, precision)
+    else:
+        settings = build_experiment({"verifier": {"head": head, "adapters": {"rank": rank}}}).verifier
+        module = build_verifier(settings, LanguageModel(module, cast(Any, None), "tiny"))
+        objective = PairObjective(settings, 0, longest_packed=module.longest_packed)
+        pairs_M2 = np.array([[row, 7 - row] for row in range(4)], np.int32)
+        references_N = np.zeros(8, np.float32)  # which come with the pairs
+        batch = VerifierBatch(batch.sequences, batch.prompt_lengths, pairs_M2, references_N)
+    (part,) = objective.split(objective.prepare(batch))
+    return module, objective, part
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_autograd_saves_is_what_the_plan_counts(family: str, rank: int, precision: str, tmp_path: Path) -> None:
-    """Real tensors against those without memory, for the layers and for the rest. Groups of 8 rows share a prompt."""
-    prompt, completion = 16, 48
-    saved = {}
-    for layers in (1, 3):
+@pytest.mark.parametrize(
+    ("family", "player"), [*itertools.product(("llama", "qwen2", "qwen3"), PLAYERS), ("mistral", "prover")]
+)
+def test_what_autograd_saves_is_what_the_plan_counts(
+    family: str, player: str, rank: int, precision: str, tmp_path: Path
+) -> None:
+    """Real tensors against those without memory, for the layers and for the rest."""
+    lengths, saved = (16, 48), {}
+    for layers in (2, 4):
         config, module = open_tiny(family, layers, rank)
-        section, _ = fitted(Training(), module, prompt + completion)
-        objective = PolicyObjective(section, Rollouts(max_tokens=completion), 0, precision)
-        (part,) = objective.split(objective.prepare(_batch(8, prompt + completion, 50, prompt)))
+        module, objective, part = training_of(module, PLAYERS[player], rank, precision, lengths)
         meter = SavedTensors(module)
         with autocast(precision, torch.device("cpu")), meter.forward():
             objective(module, part)
         saved[layers] = meter.bytes_taken
     config.save_pretrained(tmp_path)
     shape = shape_of(tmp_path, family)
-    shared = shares_prompts(build_experiment({}), shape, prompt + completion)
-    assert shared == section.shared_prompts == (family != "mistral")
-    forward = Pass("float32", precision, rank, prompt=prompt, completion=completion, shared=shared)
+    shared = shares_prompts(build_experiment({}), shape, sum(lengths))
+    assert shared == (family != "mistral")
+    last = PLAYERS[player] == "scalar"
+    forward = Pass("float32", precision, rank, prompt=16, completion=48, shared=shared, last=last)
     found, positions = activations_of(shape, forward), forward.positions
-    of_layer = (saved[3] - saved[1]) / 2
+    of_layer = (saved[4] - saved[2]) / 2
     assert found.layer * positions + found.copies == pytest.approx(of_layer, rel=0.1)
-    # The objective keeps more than log-probs: a few numbers per completion token.
-    assert found.outside * positions == pytest.approx(saved[1] - of_layer, rel=0.3)
+    # The objective keeps some numbers per completion token more: of rows that share nothing, their places.
+    rest = saved[2] - 2 * of_layer
+    assert found.outside * positions == pytest.approx(rest, rel=0.1, abs=0 if shared else 0.1 * of_layer)
+    of_plan = 28 * (found.layer * positions + found.copies) + found.outside * positions
+    print(
+        f"\n{family}, {player}, rank {rank}, {precision}: plan / counted = {of_plan / (26 * of_layer + saved[2]):.3f}"
+    )
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("player", ["prover", "verifier with the last token"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_of_a_step_is_what_the_plan_counts(
-    checkpointing: bool, rank: int, precision: str, tmp_path: Path
+    checkpointing: bool, player: str, rank: int, precision: str, tmp_path: Path
 ) -> None:
     """Of the live bytes of real tensors, with what the backward pass of a layer needs besides what was saved."""
-    prompt, completion = 16, 48
-    config, module = open_tiny("llama", 12, rank)
+    config, module = open_tiny("llama", 4 if PLAYERS[player] else 12, rank)  # with few, a short last layer shows
+    module, objective, part = training_of(module, PLAYERS[player], rank, precision, (16, 48))
     if checkpointing:
         checkpoint_layers(module.eval())
-    objective = PolicyObjective(Training(), Rollouts(max_tokens=completion), 0, precision)
-    (part,) = objective.split(objective.prepare(_batch(8, prompt + completion, 50, prompt)))
     objective(module, part)  # checks, once
     with LiveBytes(module) as live:
         with autocast(precision, torch.device("cpu")):
             loss, _ = objective(module, part)
         loss.backward()  # type: ignore[no-untyped-call]
     config.save_pretrained(tmp_path)
-    model = ModelInTraining(shape_of(tmp_path, "llama"), rank, "float32", precision, checkpointing)
-    parts = training_parts(model, Pass("", "", prompt=prompt, completion=completion).positions, prompt, completion)
+    last = bool(PLAYERS[player])
+    model = ModelInTraining(shape_of(tmp_path, "llama"), rank, "float32", precision, checkpointing, last=last)
+    parts = training_parts(model, Pass("", "", prompt=16, completion=48, last=last).positions, 16, 48)
     counted = sum(parts[name] for name in (ACTIVATIONS, GRADIENTS, CASTS))
     assert counted == pytest.approx(live.peak, rel=0.1)
 
