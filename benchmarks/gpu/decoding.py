@@ -17,6 +17,7 @@ import torch
 from benchmarks.gpu.parity import decoded, opened, requests_of
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.sizes import Sizes, random_model
+from benchmarks.gpu.steps import profile
 from pvg.bench.workloads.trainer import ModelSize, matmul_gflops, wait_for
 from pvg.models.language_model import LanguageModel
 from pvg.rollout.engine import GenerationRequest
@@ -33,13 +34,13 @@ def measure(results: Results, sizes: Sizes, device: torch.device) -> None:
     bandwidth, rate = copy_rate(device), matmul_gflops("bfloat16", str(device)) * 1e9
     results.figure("bandwidth of a large copy", bandwidth / 1e9, "GB/s")
     with random_model(sizes.whole, device, torch.bfloat16) as model:
-        decoder = LeanDecoder.over(model.module)
+        decoder, most, kinds = LeanDecoder.over(model.module), max(sizes.decoded_rows), (device.type == "cuda", False)
         for rows in sizes.decoded_rows:
             requests = requests_of(sizes, sizes.whole.vocabulary, rows)
-            for graphs in (True, False) if device.type == "cuda" else (False,):
+            for graphs in dict.fromkeys(kinds):
                 name = f"{rows} rows, {'with' if graphs else 'without'} CUDA graphs"
-                measure_rows(results, name, decoder, model, requests, graphs, (bandwidth, rate))
-        most = max(sizes.decoded_rows)
+                whole = rows == most and graphs == kinds[0]
+                measure_rows(results, name, decoder, model, requests, graphs, (bandwidth, rate), whole=whole)
         engine(results, sizes, model, most, lean=True)
         engine(results, sizes, model, min(sizes.decoded_rows), lean=False)
 
@@ -66,8 +67,10 @@ def measure_rows(
     requests: list[GenerationRequest],
     graphs: bool,
     limits: tuple[float, float],
+    *,
+    whole: bool,
 ) -> None:
-    """`limits`: bytes and operations per second."""
+    """`limits`: bytes and operations per second. `whole`: with a goal, and a profiler's table."""
     device = model.device
     rows = opened(decoder, len(requests), graphs=graphs)
     for _ in range(WARM_UPS):
@@ -90,13 +93,15 @@ def measure_rows(
         for request, row in zip(requests, found, strict=True)
     )
     needed = steps * BFLOAT16_BYTES * model.num_parameters + kv_bytes * attended
-    results.figure(f"{name}: memory bandwidth", needed / seconds / limits[0], "of the copy's")
+    results.figure(f"{name}: memory bandwidth", needed / seconds / limits[0], "of the copy's", goal=">= 0.6" * whole)
     flops = ModelSize.of(model).forward(float(tokens), float(tokens), attended)
     results.figure(f"{name}: MFU", flops / seconds / limits[1], "of the measured rate")
     if graphs and device.type == "cuda":
         results.figure(f"{name}: graphs", rows.graphs.recorded, "")
     if device.type == "cuda":
         results.figure(f"{name}: peak memory", torch.cuda.max_memory_allocated(device) / 1e9, "GB")
+    if whole:
+        profile(results, f"decoding of {len(requests)} rows", lambda: decoded(rows, requests), device)
 
 
 def engine(results: Results, sizes: Sizes, model: LanguageModel, rows: int, *, lean: bool) -> None:

@@ -38,11 +38,13 @@ TRL_1_15_GB = 11.06
 def measure(results: Results, sizes: Sizes, device: torch.device) -> None:
     for variant in (StepVariant("adapters"), StepVariant("all weights", 0, "float32")):
         long_row(results, sizes, device, replace(variant, micro_batch_tokens=sizes.long))
-    own_s = pvg_step(results, sizes, device)
+    own_s, own_gb = pvg_step(results, sizes, device)
     if find_spec("trl") is None:
         results.note("TRL is not installed, so there is no comparison with it.")
         return
-    results.figure("time of TRL's step", trl_step(results, sizes, device) / own_s, "of pvg's", goal=">= 2")
+    trl_s, trl_gb = trl_step(results, sizes, device)
+    results.figure("time of TRL's step", trl_s / own_s, "of pvg's", goal=">= 2")
+    results.figure("memory of TRL's step", trl_gb / own_gb, "of pvg's", goal=">= 1")
 
 
 def long_row(results: Results, sizes: Sizes, device: torch.device, variant: StepVariant) -> None:
@@ -67,7 +69,8 @@ def long_row(results: Results, sizes: Sizes, device: torch.device, variant: Step
         results.peak(name, device, goal=f"<= {TRL_1_15_GB}")
 
 
-def pvg_step(results: Results, sizes: Sizes, device: torch.device) -> float:
+def pvg_step(results: Results, sizes: Sizes, device: torch.device) -> tuple[float, float]:
+    """Seconds and GB of a step."""
     source, requests = RepeatedBatch(batch_of(sizes)), requests_of(sizes, sizes.whole.vocabulary)
     requests = [replace(one, sampling=replace(one.sampling, max_tokens=sizes.tokens)) for one in requests]
     variant, seconds = StepVariant("pvg"), list[float]()
@@ -95,11 +98,11 @@ def pvg_step(results: Results, sizes: Sizes, device: torch.device) -> float:
             seconds.append(time.perf_counter() - began)
     step_s = float(np.median(seconds[1:]))
     results.figure(f"pvg: a step with {sizes.rows} rows sampled", step_s, "s")
-    results.peak("pvg", device)
-    return step_s
+    return step_s, results.peak("pvg", device)
 
 
-def trl_step(results: Results, sizes: Sizes, device: torch.device) -> float:
+def trl_step(results: Results, sizes: Sizes, device: torch.device) -> tuple[float, float]:
+    """As `pvg_step`."""
     from peft import LoraConfig
     from transformers import TrainerCallback
 
@@ -137,5 +140,4 @@ def trl_step(results: Results, sizes: Sizes, device: torch.device) -> float:
         trainer.train()
     step_s = float(np.median(np.diff(ends)))
     results.figure(f"TRL: a step with {sizes.rows} rows sampled", step_s, "s")
-    results.peak("TRL", device)
-    return step_s
+    return step_s, results.peak("TRL", device)

@@ -41,11 +41,12 @@ class Results:
         beside = (f", planned {foreseen}" if foreseen else "") + (f", goal {goal}" if goal else "")
         print(f"     {name}: {value:.4g} {unit}{beside}", flush=True)
 
-    def peak(self, name: str, device: torch.device, planned: float | None = None, goal: str = "") -> None:
+    def peak(self, name: str, device: torch.device, planned: float | None = None, goal: str = "") -> float:
         """The most bytes of tensors on a GPU since `torch.cuda.reset_peak_memory_stats`; on a CPU, the peak of the
         whole process."""
         found = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory()["rss_bytes"]
         self.figure(f"{name}: peak memory", found / 1e9, "GB", planned, goal)
+        return found / 1e9
 
     def note(self, text: str) -> None:
         self.notes.append(text)

@@ -172,7 +172,7 @@ def measure_steps(
         planned = planned_gb(model, variant, positions, sizes.prompt, sizes.tokens) if variant.shared else None
         results.peak(name, device, planned)
         if profiled:
-            profile(results, trainer, device)
+            profile(results, "two steps", lambda: asyncio.run(timed(trainer, 1, device)), device)
 
 
 class Inline(Executor):
@@ -202,11 +202,11 @@ async def timed(trainer: Trainer[Any], steps: int, device: torch.device) -> tupl
     return float(np.median(seconds)), metrics
 
 
-def profile(results: Results, trainer: Trainer[Any], device: torch.device) -> None:
+def profile(results: Results, what: str, work: Callable[[], object], device: torch.device) -> None:
     with torch.profiler.profile(acc_events=True) as profiler:
-        asyncio.run(timed(trainer, 1, device))
+        work()
     spent = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
     events = sorted(profiler.key_averages(), key=lambda event: -float(getattr(event, spent)))
     for event in events[:SHOWN]:
         spent_s = float(getattr(event, spent)) / 1e6
-        results.figure(f"profile of two steps: {event.key[:80]}", spent_s, f"s in {event.count} calls")
+        results.figure(f"profile of {what}: {event.key[:80]}", spent_s, f"s in {event.count} calls")

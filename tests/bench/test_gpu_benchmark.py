@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import peer
 from benchmarks.gpu.__main__ import main as gpu
 from benchmarks.gpu.environment import EnvironmentProblemError, missing, prepared, requirements, torch_of
 from benchmarks.gpu.results import Results, page_of
+from benchmarks.gpu.sizes import SMALL
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +121,21 @@ def test_the_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     page = page_of(documents, [])
     assert all(f"## {document['part']}" in page for document in documents)
     assert "| of the measured rate |  | >= 0.5 |" in page
+    assert "| of the copy's |  | >= 0.6 |" in page
+    assert "profile of decoding of 12 rows: aten::" in page
+
+
+def test_a_step_of_trl_is_compared_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft", reason="`make install`")
+    pytest.importorskip("trl", reason="`make test-bridges`")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    results = Results("peer")
+    peer.measure(results, SMALL, torch.device("cpu"))
+    figures = {found["name"]: found for found in results.figures}
+    assert figures["TRL: a step with 12 rows sampled"]["value"] > 0
+    compared = [figures[f"{what} of TRL's step"] for what in ("time", "memory")]
+    assert [each["goal"] for each in compared] == [">= 2", ">= 1"]
+    assert all(each["value"] > 0 for each in compared)
 
 
 @pytest.mark.drill
