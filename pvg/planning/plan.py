@@ -24,6 +24,7 @@ from pvg.config.training import LogprobHead
 from pvg.errors import ConfigurationError, UsageError, counted, in_percent
 from pvg.hub import Say
 from pvg.installation import native_bfloat16
+from pvg.models import pick_device
 from pvg.planning.memory import (
     ACTIVATIONS,
     ASLEEP_BYTES,
@@ -522,8 +523,6 @@ def machine_here(experiment: Experiment) -> tuple[str, float, int]:
         return f"cpu{fast}", usable_memory()[0] / GB, 0
     import torch
 
-    from pvg.models import pick_device
-
     found = torch.cuda.get_device_properties(pick_device(experiment.models.device))
     name = next((name for name in MACHINES if name.upper() in found.name.upper()), "l40s")
     return name, found.total_memory / GB, torch.cuda.device_count()
@@ -552,9 +551,8 @@ def plan_here(
         name, own_gb, count = machine_here(experiment)
     inputs = Inputs.assumed(experiment, prover, verifier, MACHINES[name], reader)
     inputs.assign(given)
-    memory_gb = memory_gb or own_gb
-    shapes = prover, verifier, reader
-    return plan_of(experiment, inputs, *shapes, workers=workers, memory_gb=memory_gb, gpus=gpus or count)
+    how: dict[str, Any] = {"workers": workers, "memory_gb": memory_gb or own_gb, "gpus": gpus or count}
+    return plan_of(experiment, inputs, prover, verifier, reader, **how)
 
 
 def machine_named(name: str) -> MachineSpeed:
@@ -616,8 +614,6 @@ def fitted_here(
 def others_gb(plan: ExperimentPlan) -> float:
     """What other processes take of this machine's GPU now, without the share of a server that `available_gb` knows."""
     import torch
-
-    from pvg.models import pick_device
 
     free, whole = torch.cuda.mem_get_info(pick_device(plan.experiment.models.device))
     served = plan.gpus == 1 and not isinstance(plan.experiment.rollout.engine, TorchSampling)
