@@ -557,6 +557,17 @@ def host_bytes(experiment: Experiment, prover: ModelShape, verifier: ModelShape)
     return max(value for player in players for value in player.copy().values())
 
 
+def others_bytes(experiment: Experiment, gpus: int) -> float:
+    """What other processes take of this machine's GPU now. The share of a server on a single GPU is the plan's own."""
+    import torch
+
+    from pvg.models import pick_device
+
+    free, whole = torch.cuda.mem_get_info(pick_device(experiment.models.device))
+    served = gpus == 1 and not isinstance(experiment.rollout.engine, TorchSampling)
+    return max(0.0, whole - free - served * experiment.serving.gpu_memory_utilization * whole)
+
+
 def _policy(experiment: Experiment, shape: ModelShape, length: int) -> ModelInTraining:
     training, models = experiment.training, experiment.models
     return ModelInTraining(

@@ -34,6 +34,7 @@ from pvg.planning.memory import (
     ModelShape,
     host_bytes,
     memory_of,
+    others_bytes,
     read_shape,
     reader_bytes,
     shares_prompts,
@@ -595,7 +596,7 @@ def fitted_here(
         fixed_gb = (stage.total - stage.parts[part]) / GB
         spare_gb = min(CPU_SHARES_GB[part], (usable_memory()[1] / GB - fixed_gb) / 2)
         if plan.gpus:
-            spare_gb = GPU_SHARE * (plan.available_gb(stage) - others_gb(plan)) - fixed_gb
+            spare_gb = GPU_SHARE * (plan.available_gb(stage) - others_bytes(experiment, plan.gpus) / GB) - fixed_gb
         row = math.ceil(plan.inputs["prompt_tokens"]) + experiment.rollout.max_tokens
         # Prompts may be longer than assumed, so there is room for some rows.
         unit, least = (1, 16) if stage.rows else (256, max(1024, 2 * row))
@@ -609,15 +610,6 @@ def fitted_here(
     if plan.memory_advice and not force:
         raise ConfigurationError(plan.memory_advice[0], "Details: pvg plan. To play anyway, add --force.")
     return experiment, line + says(plan)
-
-
-def others_gb(plan: ExperimentPlan) -> float:
-    """What other processes take of this machine's GPU now, without the share of a server that `available_gb` knows."""
-    import torch
-
-    free, whole = torch.cuda.mem_get_info(pick_device(plan.experiment.models.device))
-    served = plan.gpus == 1 and not isinstance(plan.experiment.rollout.engine, TorchSampling)
-    return max(0.0, whole - free - served * plan.experiment.serving.gpu_memory_utilization * whole) / GB
 
 
 def says(plan: ExperimentPlan) -> str:
