@@ -216,8 +216,8 @@ def activations_of(shape: ModelShape, forward: Pass) -> Activations:
     of_layer = (two_twice - one_twice) - (two - one)
     outside = (one_twice - one) - of_layer
     passing = most - least + (of_layer + outside if outside < 0 else 0)
-    per_position = [each / forward.positions for each in (of_layer, outside, passing)]
-    return Activations(*per_position[:2], (two - one) - of_layer, per_position[2])
+    count = forward.positions
+    return Activations(of_layer / count, outside / count, (two - one) - of_layer, passing / count)
 
 
 def _live_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> tuple[int, int]:
