@@ -207,12 +207,6 @@ def handled(handler: Callable[[int, FrameType | None], object], numbers: Iterabl
             signal.signal(number, earlier)
 
 
-def terminated_as_interrupted() -> contextlib.AbstractContextManager[None]:
-    """Handle SIGTERM like Ctrl-C. Commands that commit replace this handler with their own."""
-    main = threading.current_thread() is threading.main_thread()
-    return handled(_interrupt, [signal.SIGTERM] if main else [])
-
-
 class ErrorHandler:
     """Turns the exceptions of a call of `pvg` into messages and an exit code. typer itself prints a usage error."""
 
@@ -392,8 +386,9 @@ class Commands(TyperGroup):
         return context
 
     def invoke(self, ctx: Any) -> Any:
-        handler = ctx.meta["pvg.handler"]
-        with terminated_as_interrupted(), handler, kept_for_documents(handler.as_json):
+        handler, main = ctx.meta["pvg.handler"], threading.current_thread() is threading.main_thread()
+        # Commands that commit replace the handler of SIGTERM with their own.
+        with handled(_interrupt, [signal.SIGTERM] if main else []), handler, kept_for_documents(handler.as_json):
             try:
                 os.getcwd()
             except FileNotFoundError:

@@ -73,7 +73,6 @@ def drive_run(
 
 
 def killed_document(run: str, remedy: str, as_json: bool) -> bytes:
-    """The JSON document of a command that a second Ctrl-C ends."""
     if not as_json:
         return b""
     error = error_document("Killed", f"A second Ctrl-C ended the work on {run!r} at once.", remedy, EXIT_STOPPED)

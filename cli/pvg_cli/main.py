@@ -84,7 +84,6 @@ class LazyCommands(Commands):
 
 
 def load_command(name: str) -> Any:
-    """The command `name`, from its module."""
     module, _, attribute = PLACES[name].partition(":")
     found = getattr(import_module(f"pvg_cli.{module}"), attribute)
     if isinstance(found, typer.Typer):

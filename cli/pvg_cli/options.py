@@ -50,7 +50,6 @@ MetricsPortOption = Annotated[
 
 
 def metrics_port_override(port: int | None) -> list[str]:
-    """`--metrics-port` as an override of a setting."""
     return [] if port is None else [f"telemetry.metrics_port={port}"]
 
 

@@ -71,7 +71,6 @@ def _on_the_hub(sources: Mapping[str, str]) -> bool:
 
 
 def _settings(path: Path, overrides: Sequence[str], cluster: str | None) -> list[str]:
-    """`--cluster` and the overrides, as overrides."""
     chosen = [] if cluster is None else cluster_settings(cluster, load_experiment(path).cluster)
     return [*chosen, *overrides]
 

@@ -203,7 +203,6 @@ def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool
 
 
 def next_command(name: str, overrides: list[str], purpose: str, spec: ServerSpec) -> str:
-    """The command that trains with this server."""
     switch, servers = SWITCHES[purpose]
     settings = [*overrides, switch]
     if purpose != "prover" or spec.url != DEFAULT_URL:

@@ -392,7 +392,6 @@ def headline(name: str, rest: str) -> Text:
 
 
 def results_text(results: StudyResults, commands: Mapping[str, str]) -> Group:
-    """The results of a study, and the next commands."""
     seconds = sum(cell.seconds or 0.0 for cell in results.cells)
     complete = f"{results.complete} of {counted(len(results.cells), 'game')} complete"
     parts: list[RenderableType] = [headline(results.name, f"{complete}  {duration(seconds)} of playing")]

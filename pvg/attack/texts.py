@@ -286,6 +286,5 @@ def cases_of_file(path: Path, most: int) -> list[AttackCase]:
 
 
 def _among_others(cases: Sequence[AttackCase]) -> list[AttackCase]:
-    """The cases with the answers of the others."""
     answers = list(dict.fromkeys(case.answer for case in cases if case.answer))
     return [replace(case, others=tuple(each for each in answers if each != case.answer)) for case in cases]

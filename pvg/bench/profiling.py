@@ -86,8 +86,6 @@ SAMPLE_EVERY_S = 0.5  # period of the CPU, memory and GPU samples: a stage takes
 
 @dataclass(frozen=True, slots=True)
 class SamplingPass:
-    """The seconds of each sample of a pass."""
-
     name: str
     walls_s: tuple[float, ...]
 

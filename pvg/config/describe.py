@@ -203,7 +203,6 @@ def _told(setting: Setting) -> dict[str, Any]:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of an experiment. Every setting has a description."""
     schema = Experiment.model_json_schema()
     for section in [schema, *schema["$defs"].values()]:
         for name, field in section.get("properties", {}).items():
@@ -254,7 +253,6 @@ def page() -> str:
 
 
 def _section_lines(place: str, section: type[BaseModel]) -> list[str]:
-    """The settings directly in a section."""
     inside = [each for each in settings() if each.key.rpartition(".")[0] == place and not each.kinds]
     own = [each for each in inside if each.key.removesuffix(".kind") not in TABLES]
     title = f"## `[{place}]`" if place else "## Top level"

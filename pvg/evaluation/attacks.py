@@ -243,7 +243,6 @@ def _gap(upper_N: Any, upper_problems_N: Ints, lower_M: Any, lower_problems_M: I
 
 
 def reference_of(reference: ScoredRollouts, weights_BP: Float64) -> Estimate:
-    """The mean score of the correct reference samples."""
     right = reference.correct_N
     return mean_of(reference.scores_N[right].astype(np.float64), reference.problems_N[right], weights_BP)
 

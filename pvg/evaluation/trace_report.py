@@ -239,7 +239,6 @@ def compared(first: Sequence[MeasuredTrace], second: Sequence[MeasuredTrace]) ->
 
 
 def _by_problem(measured: Sequence[MeasuredTrace]) -> dict[str, dict[str, float]]:
-    """The mean of each measure by problem."""
     rows: dict[str, dict[str, list[float]]] = {}
     for each in measured:
         for name, value in each.values().items():

@@ -58,7 +58,6 @@ class FreshGroups:
         """The engine has received the trainer's new `version`."""
 
     async def batch(self, number: int) -> tuple[list[Group], dict[str, float]]:
-        """The groups of batch `number`, and metrics."""
         with span("rollout"):
             return await self._orders.sample(self._orders.batch(number), number), {}
 
@@ -118,7 +117,6 @@ class ScoredGroups:
         return live_groups(self.rewards_N, [len(group.rollouts) for group in self.groups])
 
     def stored(self, verifier_version: str) -> list[Rollout]:
-        """The rollouts with scores and rewards, as they are stored."""
         return [
             replace(r, score=float(score), reward=float(reward), verifier_version=verifier_version)
             for r, score, reward in zip(self.rollouts, self.scores_N, self.rewards_N, strict=True)

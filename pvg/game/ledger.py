@@ -282,7 +282,6 @@ class Ledger:
         return await run_in(self._disk, lambda: [rollout for info in shards for rollout in self._shards.read(info)])
 
     async def read_rollouts_where(self, round_: int, phase: str, id_prefixes: Sequence[str]) -> list[Rollout]:
-        """The rollouts of a phase whose ids start with one of the prefixes."""
         shards = self.shards(round_, phase)
         return await run_in(
             self._disk, lambda: [r for info in shards for r in self._shards.read_where(info, id_prefixes)]

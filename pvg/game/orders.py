@@ -146,7 +146,6 @@ class ProverOrders:
 
 
 def prover_orders(session: Session, interaction: Interaction[Any] = DIRECT, *, reference: bool = False) -> ProverOrders:
-    """The orders of prover training in the session's game."""
     training = session.training
     return ProverOrders(
         session,

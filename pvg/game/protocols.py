@@ -92,7 +92,6 @@ async def read_solutions(session: Session) -> dict[str, SolverSolution]:
 
 
 def solutions_of(solved: Iterable[Rollout]) -> dict[str, SolverSolution]:
-    """The solutions by problem id, from the phase's rollouts."""
     return {
         r.problem_id: SolverSolution(r.id, r.text, r.grade.answer, r.grade.correct, r.grade.well_formed) for r in solved
     }
@@ -187,7 +186,6 @@ class ChallengeRules(Direct):
         return solution[slice(*steps_of(self._task, solution)[0])]
 
     def questions(self, problem: Problem, solution: str) -> list[str]:
-        """All questions about a solution."""
         if isinstance(self._task, AnswersQuestions):
             return self._task.questions(problem, solution)
         steps = [solution[slice(*place)].strip()[:MOST_QUOTED] for place in steps_of(self._task, solution)]
@@ -436,7 +434,6 @@ def example_solution(parts: ProtocolParts, problem: Problem) -> str:
 def longest_episode(
     interaction: Interaction[Any], parts: ProtocolParts, problems: Sequence[Problem]
 ) -> dict[str, SpokenLine]:
-    """An example episode of the problem with the longest question."""
     problem = max(problems, key=lambda each: len(each.question))
     return example_episode(interaction, parts.tokenizer, problem, example_solution(parts, problem))
 

@@ -187,7 +187,6 @@ def open_batches(
     objective: PolicyObjective,
     logprobs: BatchLogprobs,
 ) -> GameBatches:
-    """The batches of the session's game."""
     players, training = session.players, session.training
     orders = prover_orders(session, interaction_of(session, scorer), reference=logprobs.served)
     rules: Any = orders.interaction.rules

@@ -171,7 +171,6 @@ def steps_of_member(session: Session) -> int:
 
 
 def phase_steps(session: Session) -> int:
-    """Optimizer steps of the phase."""
     return session.verifier.ensemble.size * steps_of_member(session)
 
 
@@ -325,7 +324,6 @@ def _tell_about_sources(session: Session, stream: PairStream) -> None:
 
 
 def optimizer_settings(section: Verifier, steps: int) -> OptimizerSettings:
-    """Optimizer settings from the verifier's section, for `steps` optimizer steps."""
     return OptimizerSettings(learning_rate=section.learning_rate, warmup=WARMUP, schedule="linear", total_steps=steps)
 
 
@@ -336,7 +334,6 @@ def verifier_trainer(
     optimizer: OptimizerSettings,
     workers: GradientWorkers[VerifierBatch] | None = None,
 ) -> Trainer[VerifierBatch]:
-    """A trainer of `verifier` on the batches of `source`."""
     players, training = session.players, session.training
     longest = verifier.longest_packed if training.shared_prompts else 0
     return Trainer(

@@ -31,7 +31,6 @@ OTHER_ROLE = {Role.HELPFUL: Role.SNEAKY, Role.SNEAKY: Role.HELPFUL}
 
 
 def graded(action: Action) -> Grade:
-    """The grade of a solver's turn."""
     assert action.grade is not None, "the interaction grades the turns of solvers"
     return action.grade
 

@@ -43,7 +43,6 @@ def _unit(board: Board, unit: Unit, owned: list[str]) -> str:
 
 
 def _owned(board: Board, position: Position) -> list[list[str]]:
-    """For each power the names of its centres."""
     pairs = list(zip(board.centres, position.owners, strict=True))
     return [[board.provinces[c] for c, owner in pairs if owner == power] for power in range(len(board.powers))]
 
@@ -73,11 +72,10 @@ OPENING_PHASES = 12  # an opening follows fewer random phases than this
 
 
 class Diplomacy:
-    """The game on the standard map, or on another board with supply centres. It ends after `last_year`, or when a power
-    has won."""
+    """The game on the standard map. It ends after `last_year`, or when a power has won."""
 
-    def __init__(self, board: Board | None = None, last_year: int = 1910) -> None:
-        self.board, self.last_year = board or standard_board(), last_year
+    def __init__(self, last_year: int = 1910) -> None:
+        self.board, self.last_year = standard_board(), last_year
 
     instructions = (
         "You play Diplomacy and want to own many supply centres. The message has the phase and your power, a line per "
@@ -132,7 +130,6 @@ class Diplomacy:
         return step(self.board, state, orders).position
 
     def values(self, state: Position) -> Mapping[str, float]:
-        """The number of centres of each power."""
         return {name: float(state.centres_of(power)) for power, name in enumerate(self.board.powers)}
 
     def dump(self, state: Position) -> bytes:

@@ -141,7 +141,6 @@ class Legality:
     # Faults
 
     def _ordered(self, place: int) -> Unit | None:
-        """The unit in the province of the place that gets orders in this stage."""
         province = self.board.province_of[place] if 0 <= place < len(self.board.places) else -1
         if self.position.stage != "R":
             return self.units.get(province)

@@ -160,7 +160,6 @@ def open_without_weights(section: ModelSection) -> WeightlessModel:
 
 
 def weight_bytes(section: ModelSection) -> int:
-    """The size of the files with a model's weights."""
     if is_run_id(section.source):  # it has as many as the model from which it was trained
         return weight_bytes(find_player(parse_run_id(section.source)).section)
     place, _ = located(section.source)

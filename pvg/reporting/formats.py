@@ -231,7 +231,6 @@ def sparkline(values: Sequence[float], width: int, least_span: float = 0.0) -> s
 
 
 def trend(name: str, values: Sequence[float], width: int) -> str:
-    """The sparkline of metric `name`."""
     return sparkline(values, width, LEAST_SPAN.get(metric_display(name).style, 0.0))
 
 

@@ -199,7 +199,6 @@ def _alerts(summary: RunSummary) -> PageSection:
 
 
 def _onwards(data: RunData) -> PageSection:
-    """Commands to type next."""
     resumable = data.summary.status in ("unfinished", "empty") and data.state not in ("running", "silent")
     commands = markup.onwards(RunDirectory(data.summary.path).argument, resumable)
     return PageSection("onwards", "Next steps", [commands], f"The folder of the run is {data.summary.path}.")

@@ -158,7 +158,6 @@ def scores_section(scores: list[RoundScores]) -> PageSection:
 
 
 def _accepted(found: RoundScores) -> str:
-    """The accepted shares of correct helpful solutions and of flaws."""
     kinds = {kind: found.accepted(kind) for kind in ("helpful correct", "sneaky flaw")}
     names = {"helpful correct": "correct helpful solutions", "sneaky flaw": "flaws"}
     words = [f"{percent(share)} of {len(found.kinds[k])} {names[k]}" for k, share in kinds.items() if share is not None]

@@ -139,7 +139,6 @@ class ArmEntry(Section):
 
 
 def _rounds(value: Any) -> Any:
-    """Converts a list of rounds."""
     if value in ("all", "last"):
         return value
     if not isinstance(value, list | tuple) or not value or not all(type(each) is int and each >= 0 for each in value):

@@ -388,7 +388,6 @@ def _there(values: Sequence[MeasuredValue | None]) -> list[MeasuredValue]:
 
 
 def _with_adjusted_trends(results: Sequence[MeasureResult]) -> list[MeasureResult]:
-    """The results of all arms for one measure, with their trends adjusted over the arms."""
     adjusted = holm([result.trend.p if result.trend else None for result in results])
     return [
         result.model_copy(update={"trend": result.trend and replace(result.trend, p_adjusted_arms=p)})

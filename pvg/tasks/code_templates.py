@@ -98,7 +98,6 @@ class ProblemTemplate:
 
 @cache
 def templates() -> tuple[ProblemTemplate, ...]:
-    """The templates of code_templates.toml."""
     listed = tomllib.loads(files(__package__).joinpath("code_templates.toml").read_text(encoding="utf-8"))["template"]
     for row in listed:
         if "arguments" in row:

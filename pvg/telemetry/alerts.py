@@ -165,14 +165,12 @@ class Alerts:
 
 
 def weights_queue(metrics: Mapping[str, float]) -> Alert | None:
-    """An alert if the step's weight update waited for longer than WEIGHTS_QUEUE_MS."""
     waited_ms, limit = 1e3 * metrics.get("weights_queue_s", 0.0), WEIGHTS_QUEUE_MS
     says = f"A weight update waited {waited_ms:,.0f} ms before the engine worked on it, above {limit:,.0f} ms."
     return Alert("weights_queue", says) if waited_ms > limit else None
 
 
 def verifier_at_chance(metrics: Mapping[str, float]) -> Alert | None:
-    """An alert if the verifier's AUC is at most CHANCE_AUC; None without an AUC."""
     auc = metrics.get("verifier_auc", math.nan)
     says = f"The verifier cannot tell correct from wrong solutions: its AUC is {auc:.2f}, and 0.5 is chance."
     return Alert("verifier_at_chance", says) if auc <= CHANCE_AUC else None

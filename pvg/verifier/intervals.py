@@ -45,18 +45,18 @@ class Estimate:
     problems: int
 
 
-def wilson(share: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def wilson(share: float, n: float) -> tuple[float, float]:
     """Wilson's interval for a share of `n` independent draws; n may be fractional. Raises ValueError for n <= 0."""
     if n <= 0:
         raise ValueError("a share of nothing has no interval")
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     # At 0 and at 1 one bound is the share itself; rounding must not move it.
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
-def share_of(holds_N: NDArray[np.bool_], problems_N: Ints, confidence: float = CONFIDENCE) -> Estimate:
+def share_of(holds_N: NDArray[np.bool_], problems_N: Ints) -> Estimate:
     """The share of N solutions for which `holds_N` is true. `problems_N`: the number of each solution's problem.
 
     Wilson's interval at the effective sample size n* = p(1-p) / Var(p), where Var(p) = P/(P-1) sum_k e_k^2 / N^2 with
@@ -76,7 +76,7 @@ def share_of(holds_N: NDArray[np.bool_], problems_N: Ints, confidence: float = C
     errors_K = (held_K - share * count_K)[present_K]
     variance = problems / (problems - 1) * float((errors_K**2).sum()) / total**2
     effective = float(problems) if variance == 0.0 else min(float(total), share * (1 - share) / variance)
-    low, high = wilson(share, effective, confidence)
+    low, high = wilson(share, effective)
     return Estimate(share, low, high, total, problems)
 
 
@@ -86,7 +86,7 @@ def draws(problems: int, resamples: int, seed: int) -> Float64:
     return generator.multinomial(problems, np.full(problems, 1.0 / problems), size=resamples).astype(np.float64)
 
 
-def percentile(value: float, replicates_B: Float64, n: int, problems: int, confidence: float = CONFIDENCE) -> Estimate:
+def percentile(value: float, replicates_B: Float64, n: int, problems: int) -> Estimate:
     """The percentile interval of bootstrap replicates; replicates without a value (NaN) are left out."""
     known = replicates_B[np.isfinite(replicates_B)]
     if not math.isfinite(value):
@@ -94,28 +94,26 @@ def percentile(value: float, replicates_B: Float64, n: int, problems: int, confi
     no_spread = not len(known) or float(known.max() - known.min()) <= 1e-12
     if problems < 2 or len(known) < LEAST_RESAMPLES * len(replicates_B) or no_spread:
         return Estimate(float(value), None, None, n, problems)
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(known, [tail, 1 - tail])
     return Estimate(float(value), float(low), float(high), n, problems)
 
 
-def ratio(
-    numerators_P: Float64, denominators_P: Float64, weights_BP: Float64, n: int, confidence: float = CONFIDENCE
-) -> Estimate:
+def ratio(numerators_P: Float64, denominators_P: Float64, weights_BP: Float64, n: int) -> Estimate:
     """sum(numerators) / sum(denominators) over problems, with the bootstrap's interval; a mean if the latter are
     counts."""
     with np.errstate(divide="ignore", invalid="ignore"):
         value = float(np.divide(numerators_P.sum(), denominators_P.sum()))
         replicates_B = (weights_BP @ numerators_P) / (weights_BP @ denominators_P)
-    return percentile(value, replicates_B, n, int((denominators_P > 0).sum()), confidence)
+    return percentile(value, replicates_B, n, int((denominators_P > 0).sum()))
 
 
-def mean_of(values_N: Float64, problems_N: Ints, weights_BP: Float64, confidence: float = CONFIDENCE) -> Estimate:
+def mean_of(values_N: Float64, problems_N: Ints, weights_BP: Float64) -> Estimate:
     """The mean of N values. `problems_N`: the number (0 to P-1) of each value's problem."""
     size = weights_BP.shape[1]
     sums_P = np.bincount(problems_N, weights=values_N, minlength=size)
     counts_P = np.bincount(problems_N, minlength=size).astype(np.float64)
-    return ratio(sums_P.astype(np.float64), counts_P, weights_BP, len(values_N), confidence)
+    return ratio(sums_P.astype(np.float64), counts_P, weights_BP, len(values_N))
 
 
 # How well scores separate correct solutions from flaws: ROC curves and AUCs, with intervals over problems.
