@@ -104,10 +104,12 @@ class RepeatedBatch(Generic[BatchT]):
         return self.batch
 
 
-def planned_gb(model: LanguageModel, variant: StepVariant, positions: int, prompt: int, completion: int) -> float:
-    """What pvg plan predicts for the model, its gradients, optimizer and activations."""
+def planned_gb(
+    model: LanguageModel, variant: StepVariant, positions: int, prompt: int, completion: int, *, last: bool = False
+) -> float:
+    """What pvg plan predicts for the model, its gradients, optimizer and activations. `last`: as in Pass."""
     shape = shape_from(model.module.config, model.name)
-    own = ModelInTraining(shape, variant.rank, variant.dtype, variant.precision, variant.checkpointing)
+    own = ModelInTraining(shape, variant.rank, variant.dtype, variant.precision, variant.checkpointing, last=last)
     parts = training_parts(own, positions, prompt, completion, device_bytes(model.device) or None)
     return (sum(parts.values()) + (shape.parameters * BYTES[variant.dtype] if variant.rank else 0)) / 1e9
 

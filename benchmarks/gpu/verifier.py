@@ -47,7 +47,7 @@ def measure_pair(results: Results, sizes: Sizes, model: LanguageModel, variant: 
         pairs_M2=np.array([[0, 1]], dtype=np.int32),
         references_N=None,
     )
-    planned = planned_gb(model, variant, tokens, sizes.prompt, tokens - sizes.prompt) + sizes.ballast / 1e9
+    planned = planned_gb(model, variant, tokens, sizes.prompt, tokens - sizes.prompt, last=True) + sizes.ballast / 1e9
     adapted = attach_adapters(model, variant.rank, float(variant.rank), seed=0)
     with closing(build_verifier(section, adapted)) as verifier:
         objective = PairObjective(section, model.tokenizer.pad_id, longest_packed=verifier.longest_packed)
