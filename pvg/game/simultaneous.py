@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,7 @@ from pvg.store.pairs import PairStream, PairView, is_held_out
 from pvg.store.run_players import final_verifier_name
 from pvg.store.shards import solutions_in_memory
 from pvg.telemetry.spans import span
-from pvg.training.trainer import OptimizerSettings, Trainer
+from pvg.training.trainer import OptimizerSettings
 from pvg.verifier.data import PairSource, VerifierBatch
 from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
@@ -80,24 +80,10 @@ async def open_updates(session: Session, verifier: ScoringModel, threshold: floa
     for rollout in await session.ledger.read_rollouts_where(round_, phase, prefixes) if prefixes else ():
         fresh.setdefault(rollout.step, []).append(rollout)
     if isinstance(verifier, GenerativeHead):
-        learning: Learning = await VerdictLearning.open(session, verifier)
+        learning: PairLearning | VerdictLearning = await VerdictLearning.open(session, verifier)
     else:
         learning = PairLearning(session, verifier)
     return VerifierUpdates(session, schedule, verifier, learning, threshold, calibrating, roles_R, fresh)
-
-
-class Learning(Protocol):
-    """How a verifier learns from the solutions of a stream."""
-
-    trainer: Trainer[Any]
-
-    async def close(self) -> None: ...
-
-    def excluded(self, stream: PairStream) -> Mapping[str, str]:
-        """The sources from which it cannot learn, with reasons."""
-
-    async def learn(self, stream: PairStream, first: int, steps: int) -> dict[str, float]:
-        """Take `steps` steps, of which `first` is the number of the first one. Returns metrics of the last one."""
 
 
 class PairLearning:
@@ -121,9 +107,11 @@ class PairLearning:
             await self._workers.close()
 
     def excluded(self, stream: PairStream) -> Mapping[str, str]:
+        """The sources from which it cannot learn, with reasons."""
         return stream.excluded
 
     async def learn(self, stream: PairStream, first: int, steps: int) -> dict[str, float]:
+        """Take `steps` steps, of which `first` is the number of the first one. Returns metrics of the last one."""
         with span("draw_pairs"):
             opened = partial(self._players.pair_source, stream, self._verifier, first)
             self._source = await self._players.compute(opened)
@@ -148,7 +136,7 @@ class VerifierUpdates(FixedVerifier):
         session: Session,
         schedule: SimultaneousSchedule,
         verifier: VerifierModel,
-        learning: Learning,
+        learning: PairLearning | VerdictLearning,
         threshold: float,
         calibrating: PairView,
         helpful_R: NDArray[np.bool_],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
@@ -20,7 +20,6 @@ from pvg.reporting.charts import (
     ReferenceLine,
     RoundAxis,
     StepAxis,
-    XAxis,
     line_chart,
     mirrored_histogram,
 )
@@ -47,14 +46,6 @@ class ChartOf(NamedTuple):
     whole: bool = True
 
 
-class MetricAxis(Protocol):
-    """An x axis that knows the values of metrics along it."""
-
-    def across(self) -> XAxis: ...
-
-    def line(self, metric: str, name: str, style: str, dash: str = "") -> ChartLine: ...
-
-
 def _charts(rows: Sequence[dict[str, Any]]) -> tuple[ChartOf, ...]:
     return tuple(ChartOf(**row | {"at": [ReferenceLine(*line) for line in row.get("at", ())]}) for row in rows)
 
@@ -64,12 +55,14 @@ BY_ROUND = _charts(_DATA["by_round"])
 LEARNING = {phase: _charts(rows) for phase, rows in _DATA["learning"].items()}
 
 
-def drawn(axis: MetricAxis, charts: Iterable[ChartOf], extra: Mapping[str, ChartLine] | None = None) -> list[Markup]:
+def drawn(
+    axis: RoundAxis | StepAxis, charts: Iterable[ChartOf], extra: Mapping[str, ChartLine] | None = None
+) -> list[Markup]:
     """The charts that have values. `extra`: title of a chart -> one more line."""
     return [_chart(axis, of, [extra[of.title]] if extra and of.title in extra else []) for of in charts]
 
 
-def _chart(axis: MetricAxis, of: ChartOf, more: Sequence[ChartLine]) -> Markup:
+def _chart(axis: RoundAxis | StepAxis, of: ChartOf, more: Sequence[ChartLine]) -> Markup:
     looks = [line.split() for line in of.lines.split(",") if line.strip()]
     lines = [axis.line(metric, metric_display(metric).label, *look) for metric, *look in looks]
     style = of.style or metric_display(looks[0][0]).style
