@@ -228,8 +228,8 @@ class TorchBackend:
 
 
 class VerdictBackend:
-    """Samples the votes of a generative verifier (pvg.verifier.data.log_odds), from a copy of its weights. `style`: of
-    the verdicts. `max_rows`: verdicts that are decoded together.
+    """Samples the votes of a generative verifier (pvg.verifier.data.log_odds). `style`: of the verdicts. `max_rows`:
+    verdicts that are decoded together.
 
     The random numbers of a vote depend only on the solution's tokens and the vote's number, so scores repeat."""
 

@@ -68,10 +68,12 @@ class WithBase(FakeVllm):
             self.scoring -= 1
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.8])
-@pytest.mark.parametrize("prefetch", ["none", "fresh"])
+@pytest.mark.parametrize(
+    ("temperature", "prefetch", "logprobs"),
+    [(1.0, "none", "sampled"), (1.0, "fresh", "sampled"), (0.8, "none", "sampled"), (1.0, "none", "recomputed")],
+)
 def test_servers_compute_the_reference_while_they_sample(
-    temperature: float, prefetch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    temperature: float, prefetch: str, logprobs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     recompute, passes = PolicyObjective.recompute, []
@@ -80,6 +82,7 @@ def test_servers_compute_the_reference_while_they_sample(
         "rollout.engine": "vllm",
         "rollout.temperature": temperature,
         "rollout.prefetch": prefetch,
+        "rollout.logprobs": logprobs,
         "weights.transport": "lora",
         "weights.root": str(tmp_path / "weights"),
         "weights.canary_prompts": 0,  # the tests' own server samples from nothing that the trainer knows
@@ -104,7 +107,7 @@ def test_servers_compute_the_reference_while_they_sample(
     run, beside = asyncio.run(work())
     rows = prover_rows(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    served = temperature == 1.0
+    served = temperature == 1.0 and logprobs == "sampled"
     assert bool(passes) != served
     assert bool(beside) == served
     assert rows[0]["metrics"]["kl"] == pytest.approx(0.0, abs=1e-6)  # of the start, token by token
