@@ -90,7 +90,8 @@ def test_a_game_through_adapters(folder: Path) -> None:
     assert told[-1]["kl"] > 1e-5
     lines = map(json.loads, (folder / "runs" / "adapted" / "metrics.jsonl").read_text().splitlines())
     budgets = [line["budget"] for line in lines if line.get("phase") == "train_prover" and "budget" in line]
-    assert budgets and not any("reference" in budget for budget in budgets)
+    assert budgets
+    assert not any("reference" in budget for budget in budgets)
 
 
 def test_a_game_whose_verifier_scores_on_a_server(folder: Path, server: Served) -> None:
