@@ -126,12 +126,12 @@ class Experiment(AllSections):
     @property
     def reference_served(self) -> bool:
         """Whether servers compute the log-probs of the KL penalty's reference: they hold the base below its adapters.
-        vLLM's log-probs of a prompt ignore the temperature, and replay no experts. Recomputed log-probs keep the
-        servers' rounding out of the loss."""
+        vLLM's log-probs of a prompt ignore the temperature, and replay no experts. "recomputed" keeps them out."""
         holds_base = self.rollout.engine.kind == "vllm" and self.weights.transport.kind == "lora"
-        alike = self.rollout.temperature == 1.0 and self.rollout.logprobs == "sampled"
-        penalised = self.training.kl.coefficient > 0 and self.training.loss.kind != "dapo"  # which has no such term
-        return holds_base and alike and penalised and not self.training.router_replay
+        alike = (
+            self.rollout.temperature == 1.0 and self.rollout.logprobs == "sampled" and not self.training.router_replay
+        )
+        return holds_base and alike and self.training.kl.coefficient > 0 and self.training.loss.kind != "dapo"
 
     @property
     def rollouts_per_batch(self) -> int:
