@@ -38,8 +38,7 @@ ALL_THREADS = torch.get_num_threads()
 if "OMP_NUM_THREADS" not in os.environ:
     ALL_THREADS = min(ALL_THREADS, usable_cores())
 
-# Narrower models are computed in one thread.
-WIDE = 512
+WIDE = 512  # narrower models are computed in one thread
 
 
 def default_threads(width: int) -> int:
@@ -86,8 +85,7 @@ def compute_executor(threads: int) -> ComputeExecutor:
 
 # The precision of computations: that of training and of scoring, TF32, and how much rounding is no error.
 
-# See `rounding_tolerance`.
-SHALLOW, LARGEST_TOLERANCE = 4, 0.25
+SHALLOW, LARGEST_TOLERANCE = 4, 0.25  # see `rounding_tolerance`
 # TF32 keeps 10 bits of a number after the point, bfloat16 keeps 7.
 TF32_ERROR = 2.0**-3
 
