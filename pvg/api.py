@@ -29,18 +29,18 @@ from pvg.config.load import find_experiment
 from pvg.config.load import load_experiment as read_experiment
 from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import check_references
-from pvg.spinning import bound_spinning
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
 from pvg.store.state import JsonLinesReader
 from pvg.telemetry.events import Observer, SilentObserver
 from pvg.telemetry.waits import run_to_end
+from pvg.torch_environment import set_torch_environment
 
 if TYPE_CHECKING:
     from pvg.evaluation.report import EvaluationReport
     from pvg.reporting.solutions import Example
     from pvg.verifier.scorer import VerifierScorer
 
-bound_spinning()
+set_torch_environment()
 
 RUNS = Path("runs")
 Settings = Mapping[str, Any]

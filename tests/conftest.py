@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from pvg.spinning import bound_spinning
+from pvg.torch_environment import set_torch_environment
 
-bound_spinning()
+set_torch_environment()
 # A script that starts the tests with `&` makes them ignore SIGINT, and so would the commands that they start and stop.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

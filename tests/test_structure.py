@@ -22,7 +22,7 @@ LAYERS = (
         "records",
         "seeds",
         "inputs",
-        "spinning",
+        "torch_environment",
         "extensions",
         "config",
         "hub",

@@ -19,12 +19,12 @@ from typer import Option
 from typer.core import TyperCommand
 
 from pvg import __version__
-from pvg.spinning import bound_spinning
+from pvg.torch_environment import set_torch_environment
 from pvg_cli.boundary import Command, Commands
 
 # Otherwise transformers draws progress bars into the live display while it loads weights.
 os.environ.setdefault("TQDM_DISABLE", "1")
-bound_spinning()
+set_torch_environment()
 # Python's are 700, 10, 10. With them, the collector scans the objects of torch and transformers again and again while
 # they are loaded. These thresholds stay afterwards, because no command makes many cycles of objects.
 gc.set_threshold(2_000, 10, 200)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pvg.spinning import bound_spinning
+from pvg.torch_environment import set_torch_environment
 
 PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 COMMAND = "import pvg_cli.main, os; print(os.environ.get('GOMP_SPINCOUNT', '-'))"
@@ -56,5 +56,5 @@ def test_once_torch_is_loaded_it_is_too_late_and_said_so(monkeypatch: pytest.Mon
 
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert not bound_spinning()
+    assert not set_torch_environment()
     assert "GOMP_SPINCOUNT" not in os.environ

@@ -24,7 +24,7 @@ KEPT = 64  # a layer needs some 25, forward and backward
 PAGES, ON_REQUEST = "THP_MEM_ALLOC_ENABLE", Path("/sys/kernel/mm/transparent_hugepage")  # torch's, and Linux's
 
 
-def bound_spinning() -> bool:
+def set_torch_environment() -> bool:
     """Limit spinning to TURNS iterations in this process and its children. Returns False if it is too late because
     torch is loaded (libgomp reads its variables once), or if the user has made another choice."""
     if "torch" in sys.modules:
