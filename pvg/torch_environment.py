@@ -1,13 +1,9 @@
-"""Limits how long torch's threads spin for their next piece of work before they sleep.
+"""Sets variables of the process that torch and the libraries below it read once: call it before torch is loaded.
 
-libgomp's default is 300,000 iterations, some 16 ms on a current x86 processor. This costs nothing on an idle machine.
+It limits how long torch's threads spin for their next piece of work before they sleep; libgomp's default is some 16 ms.
 If other processes use the cores, one of two threads often spins while its partner waits for a core, at every operation.
-
-Also limits how many compiled products oneDNN keeps, which computes in bfloat16, and in float32 on some processors
-(pvg.models.compute). It compiles one for each number of rows, and by default keeps 1,024, of about 0.6 MB each.
-
-Also lets torch ask for pages of 2 MB for tensors of 2 MB and more, where Linux gives them on request: the system clears
-a page when it is taken, and 512 small ones take it more time.
+It limits how many compiled products oneDNN keeps: it compiles one for each number of rows. It lets torch ask for pages
+of 2 MB for tensors of 2 MB and more, where Linux gives them on request: 512 small ones take the system more time.
 """
 
 from __future__ import annotations
@@ -25,8 +21,8 @@ PAGES, ON_REQUEST = "THP_MEM_ALLOC_ENABLE", Path("/sys/kernel/mm/transparent_hug
 
 
 def set_torch_environment() -> bool:
-    """Limit spinning to TURNS iterations in this process and its children. Returns False if it is too late because
-    torch is loaded (libgomp reads its variables once), or if the user has made another choice."""
+    """For this process and its children. What the user has set stays. Returns whether spinning is limited to TURNS now:
+    not if torch is loaded, so that it is too late, or if the user has made another choice."""
     if "torch" in sys.modules:
         return False
     if not any(name in os.environ for name in CACHES):

@@ -521,3 +521,26 @@ def test_an_experiment_replaces_settings_of_its_base(tmp_path: Path) -> None:
     first.write_text(f'base = "{second}"')
     with pytest.raises(ConfigurationError, match="leads back"):
         load_experiment(second)
+
+
+@pytest.mark.parametrize(
+    ("changed", "served"),
+    [
+        ({}, True),
+        ({"training": {"loss": "dapo"}}, False),
+        ({"training": {"kl": {"coefficient": 0.0}}}, False),
+        ({"rollout": {"temperature": 0.8}}, False),
+        ({"rollout": {"logprobs": "recomputed"}}, False),
+        ({"weights": {"transport": "filesystem"}}, False),
+    ],
+)
+def test_servers_compute_the_reference_only_where_the_loss_reads_the_same_numbers(
+    changed: dict[str, dict[str, Any]], served: bool
+) -> None:
+    settings: dict[str, dict[str, Any]] = {
+        "rollout": {"engine": "vllm"},
+        "weights": {"transport": "lora"},
+        "training": {"adapters": {"rank": 4}},
+    }
+    data = {name: settings.get(name, {}) | changed.get(name, {}) for name in settings.keys() | changed.keys()}
+    assert Experiment.model_validate(data | {"name": "served"}).reference_served == served

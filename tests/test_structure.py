@@ -58,7 +58,7 @@ MOST_LINES = 700
 # weight of its reference, and the time and memory of bfloat16 on a CPU took 122, for which 55 went. A round of
 # SmolLM2 made of TRL took 60.
 # Still to pay.
-MOST_LINES_OF_ALL, MOST_MODULES = 76_395, 237
+MOST_LINES_OF_ALL, MOST_MODULES = 76_393, 237
 # The tables in TOML files of pvg and the command line, to which lines of Python could move.
 MOST_LINES_OF_TABLES = 2_298
 

@@ -131,7 +131,7 @@ class Experiment(AllSections):
         alike = (
             self.rollout.temperature == 1.0 and self.rollout.logprobs == "sampled" and not self.training.router_replay
         )
-        return holds_base and alike and self.training.kl.coefficient > 0 and self.training.loss.kind != "dapo"
+        return holds_base and alike and self.training.penalised
 
     @property
     def rollouts_per_batch(self) -> int:

@@ -226,6 +226,11 @@ class Training(Section):
         """Whether the loss takes no statistics of groups: groups of one solution work too."""
         return self.loss.kind in ("spo", "rae")
 
+    @property
+    def penalised(self) -> bool:
+        """Whether the loss has a KL term. Of a user's own loss, only the trainer knows it."""
+        return self.kl.coefficient > 0 and self.loss.kind != "dapo"
+
 
 class Warmup(Section):
     """Before round 0 the prover learns to write the solutions of a file. The result is the base prover of the game. The

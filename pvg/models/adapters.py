@@ -145,8 +145,8 @@ class AdaptedModel(LanguageModel):
         return False  # they are the frozen model's
 
     def sampler(self, dtype: torch.dtype | None = None) -> LanguageModel:
-        """On frozen weights in 16 bits, to which merged weights would be rounded, it has adapters of its own. The
-        frozen weights are the same."""
+        """If the frozen weights have 16 bits, it shares them and has a copy of the adapters: merged weights would be
+        rounded."""
         frozen = self.start()
         if frozen.dtype.itemsize > 2:
             return self.copy(dtype)

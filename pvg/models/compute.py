@@ -83,11 +83,8 @@ def compute_executor(threads: int) -> ComputeExecutor:
     return ComputeExecutor(threads)
 
 
-# The precision of computations: that of training and of scoring, TF32, and how much rounding is no error.
-
 SHALLOW, LARGEST_TOLERANCE = 4, 0.25  # see `rounding_tolerance`
-# TF32 keeps 10 bits of a number after the point, bfloat16 keeps 7.
-TF32_ERROR = 2.0**-3
+TF32_ERROR = 2.0**-3  # TF32 keeps 10 bits of a number after the point, bfloat16 keeps 7
 
 
 # Memory of this size stays allocated while it is not in use, so that runs of small models stop allocating. To allocate

@@ -478,7 +478,7 @@ def memory_of(
     # On a GPU, a process without workers has the base only below adapters (Players.place_base). KL: BatchLogprobs.
     always = on_cpu or has_workers(experiment.cluster) or experiment.verifier_is_on_base or experiment.samples_on_base
     copied = prover.rounded(models.dtype, models.compute_dtype, head=True)
-    copied *= experiment.training.kl.coefficient > 0
+    copied *= experiment.training.penalised
     frozen = {"base prover": float(base if always or experiment.training.adapters.rank else copied), **context}
     reading = {"reader of the reward": float(reader.parameters * reader_bytes(experiment))} if reader else {}
     # While players train, a large engine in this process rests (TorchEngine.rest), unless it samples before it gets new

@@ -246,7 +246,7 @@ class Inputs:
         # A multiply and an add per weight: forward 2, backward 4 (2 if frozen), recomputed activations 2, reference 2.
         trainers, referees, scorers = dividing_gpus(experiment)
         operations = (6.0 - 2.0 * (training.adapters.rank > 0) + 2.0 * training.gradient_checkpointing) / trainers
-        operations += 2.0 * (training.kl.coefficient > 0 and not experiment.reference_served) / referees
+        operations += 2.0 * (training.penalised and not experiment.reference_served) / referees
         flops = machine.flops * TRAINING_SHARE
         shared = shares_prompts(experiment, prover, math.ceil(prompt) + rollout.max_tokens)
         tokens = 1 + prompt / mean / (rollout.group_size if shared else 1)

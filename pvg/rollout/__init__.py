@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class EngineSetup:
     """What `open_engine` needs. `base` stays the caller's. An engine that needs its weights copies them, as `dtype`
-    (None: as they are), or has adapters of its own on them (AdaptedModel.sampler). `routed_experts`: return the experts
-    of each token. `on_servers`: opens the engine of vLLM servers."""
+    (None: as they are), or shares them and adds its adapters (`LanguageModel.sampler`). `routed_experts`: return the
+    experts of each token. `on_servers`: opens the engine of vLLM servers."""
 
     rollout: Rollouts
     base: LanguageModel

@@ -546,7 +546,7 @@ def test_eight_gpus_divide_the_planned_step_of_long_solutions(tmp_path: Path) ->
     one, eight = plans
     assert 4 * eight.step_s < one.step_s
     assert [eight.fits(stage) for stage in eight.memory] == [True, True, True]
-    # The engine has the base's weights, and adapters of its own.
+    # The engine shares the base's weights and has a copy of the adapters.
     weights = {name: size for name, size in eight.memory[2].parts.items() if "base" in name or "sampler" in name}
     assert weights == {"base prover": 2 * found.parameters, "adapters of the sampler": 2 * found.adapter_parameters(16)}
 
