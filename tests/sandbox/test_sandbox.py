@@ -72,6 +72,19 @@ def test_programs_read_and_print(box: Sandbox) -> None:
     assert ran(box, main, None, "").cases[0].error == "SystemExit: 3"
 
 
+def test_programs_find_what_an_interpreter_would_give_them(box: Sandbox) -> None:
+    for leave in ("exit()", "quit(0)"):
+        assert ran(box, f"print(2 * int(input()))\n{leave}\nprint('never')", None, "4", "5").cases[1].value == "10\n"
+    node = "from dataclasses import dataclass\n@dataclass\nclass N:\n    v: int\n    nxt: 'N' = None\n"
+    assert ran(box, node + "def f(x):\n    return N(x).v\n", "f", "[3]").cases[0].value == 3
+    later = "from __future__ import annotations\n" + node.replace("'", "") + "def f(x):\n    return N(x).v\n"
+    assert ran(box, later, "f", "[3]").cases[0].value == 3
+    copied = (
+        node + "import pickle, typing\nprint(pickle.loads(pickle.dumps(N(3))).v, typing.get_type_hints(N)['nxt'] is N)"
+    )
+    assert ran(box, copied, None, "", "").cases[1].value == "3 True\n"
+
+
 def test_what_fails_outside_of_a_case_says_so_for_all(box: Sandbox) -> None:
     for source, said in (
         ("def f(:", "SyntaxError"),

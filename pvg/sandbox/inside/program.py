@@ -7,6 +7,7 @@ compared with the expected ones elsewhere.
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import fcntl
 import io
@@ -16,6 +17,7 @@ import os
 import random
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -89,18 +91,26 @@ def run(job: dict[str, Any], reports: int) -> None:
     Raises what the program raises outside a case.
     """
     random.seed(0)
+    builtins.exit = builtins.quit = sys.exit  # the module `site` sets them, and the warden starts without it
     code = compile(job["source"], "solution.py", "exec")
     entry = job["entry"]
     if entry is None:
         for case in job["cases"]:
             _tell(reports, partial(_printed, code, case))
         return
-    namespace: dict[str, Any] = {"__name__": "solution", "__file__": "solution.py"}
+    namespace = _namespace("solution")
     exec(code, namespace)
     function = _function(namespace, entry)
     for case in job["cases"]:
         arguments = ast.literal_eval(case)
         _tell(reports, partial(_returned, function, arguments))
+
+
+def _namespace(name: str) -> dict[str, Any]:
+    """The namespace of a new module in sys.modules, where dataclasses and typing look up names in annotations."""
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__file__ = "solution.py"
+    return vars(module)
 
 
 def _returned(function: Callable[..., Any], arguments: list[Any]) -> Any:
@@ -138,7 +148,7 @@ def complaint(error: BaseException) -> str:
 def _printed(code: Any, text: str) -> str:
     with _streams(text) as output:
         try:
-            exec(code, {"__name__": "__main__"})
+            exec(code, _namespace("__main__"))
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
