@@ -298,7 +298,7 @@ MENTION = re.compile(rf"(?:^[ \t>*_#`~-]{{0,12}})?{WORD}", re.IGNORECASE | re.MU
 COLON = re.compile(r"[ \t*_`]{0,6}:[*_`]{0,3}")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+-]*)[^\n]*$", re.MULTILINE)
 FIRST = re.compile(r"(?>(?:[ \t]*+\n)*)([ \t]*+)\S")  # the indentation of the first line that is not blank
-PYTHON = frozenset({"", "python", "python3", "py"})
+PYTHON = re.compile(r"(?:py(?:thon)?[0-9]?)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +361,7 @@ def _blocks(text: str, marks: Sequence[re.Match[str]]) -> Iterator[str]:
                 break
             closers.append(following)
         closed = closers[0 if len(closers) == MOST_CLOSERS else -1] if closers else None
-        if opened[3].lower() in PYTHON:
+        if PYTHON.fullmatch(opened[3]):
             yield _dedented(text[start : len(text) if closed is None else marks[closed].start()], len(opened[1]))
         number = len(marks) if closed is None else closed + 1
 
@@ -514,14 +514,15 @@ def passed(code: CodeProblem, execution: Execution) -> list[bool]:
 
 
 def same_output(code: CodeProblem, left: object, right: object) -> bool:
-    """Whether two outputs are the same answer. In printed output, spaces at the ends of lines do not count."""
+    """Whether two outputs are the same answer. In printed output, spaces at the ends of lines and blank
+    lines at both ends do not count."""
     if code.entry is None:
-        return isinstance(left, str) and isinstance(right, str) and _stripped(left) == _stripped(right)
+        return isinstance(left, str) and isinstance(right, str) and _trimmed(left) == _trimmed(right)
     return same(left, right)
 
 
-def _stripped(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+def _trimmed(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.split("\n")).strip("\n")
 
 
 def _read_claim(attempt: _Attempt, completion: str) -> None:

@@ -11,7 +11,7 @@ from problems_of_tests import FOUND, OWN, SUBTLE, fenced, write_rows
 from pvg.config.task import CodeTask
 from pvg.records import Checks, Grade, Problem
 from pvg.tasks.code import Code
-from pvg.tasks.code_problems import CODE, code_of
+from pvg.tasks.code_problems import CODE, CodeProblem, code_of, extract_code, same_output
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +57,26 @@ def test_right_and_wrong_solutions(task: Code, problem: Problem) -> None:
     assert (broken.correct, broken.well_formed, broken.checks) == (False, False, Checks(0.0, 0.0, False))
     assert broken.note.startswith("fails visible test 1: SyntaxError")
     assert prose == Grade(False, False, note="no code", checks=Checks(0.0, 0.0, False))
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "equal"),
+    [
+        ("1 \r\n 2\t\n\n", "\n1\n 2", True),
+        ("*\n ***", "  *\n ***", False),
+        ("1\n\n2", "1\n2", False),
+        ("1\x0c2", "1\n2", False),
+        ("1\r2", "1\n2", False),
+        ("1\u20282", "1\n2", False),
+    ],
+)
+def test_printed_output_is_compared_line_by_line(printed: str, expected: str, equal: bool) -> None:
+    assert same_output(CodeProblem(None, "", (), ()), printed, expected) == equal
+
+
+@pytest.mark.parametrize("label", ["", "python", "python3", "Py3", "py", "python3.12"])
+def test_a_block_of_python_may_be_labelled_in_several_ways(label: str) -> None:
+    assert extract_code(f"```{label}\nx = 1\n```\n```text\n1\n```") == "x = 1"
 
 
 def test_a_certificate_proves_a_flaw(task: Code, problem: Problem) -> None:
