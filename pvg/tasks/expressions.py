@@ -36,23 +36,33 @@ class _Reader:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
+        self._requests = 0
 
-    def ask(self, text: str) -> bytes:
-        """The line that the process writes about a text; b"" if it has ended or does not answer."""
+    def ask(self, text: str) -> str:
+        """What the process writes about a text of one line; "" if it has ended or does not answer.
+
+        An answer carries the number of its request, and an exception ends the process. So no answer can be taken for
+        that of another text.
+        """
         with self._lock:
             process = self._started()
             assert process.stdin is not None
             assert process.stdout is not None
+            self._requests += 1
             try:
-                process.stdin.write(text.encode() + b"\n")
+                process.stdin.write(f"{self._requests} {text}\n".encode())
                 process.stdin.flush()
+                line = process.stdout.readline() if wait([process.stdout.fileno()], PATIENCE_S) else b""
+                number, _, found = line.decode().partition(" ")
             except BrokenPipeError:
+                number = found = ""
+            except BaseException:  # such as Ctrl-C: the answer may still come
                 self.close()
-                return b""
-            line = process.stdout.readline() if wait([process.stdout.fileno()], PATIENCE_S) else b""
-            if not line:
+                raise
+            if number != str(self._requests):
                 self.close()
-            return line
+                return ""
+            return found.strip()
 
     def _started(self) -> subprocess.Popen[bytes]:
         # A process that was forked from the owner must not write into the owner's pipe.
@@ -79,10 +89,9 @@ atexit.register(_reader.close)
 
 @lru_cache(maxsize=4096)
 def value_of_latex(text: str) -> Fraction | None:
-    """The value of a LaTeX expression without line breaks if it is a rational number; otherwise, and if reading it
-    takes too long, None."""
-    line = _reader.ask(text).strip()
-    return Fraction(line.decode()) if line else None
+    """The value of a LaTeX expression if it is a rational number; otherwise, and if reading it takes too long, None."""
+    found = _reader.ask(" ".join(text.split()))
+    return Fraction(found) if found else None
 
 
 # The exact value of an arithmetic expression, for graders. Nothing is executed.
@@ -166,14 +175,15 @@ def _answer_lines(limit_s: float) -> None:
         return f"{exact.p}/{exact.q}" if exact.is_Rational and exact.is_finite else ""
 
     logging.disable()  # it warns that it has no limit of time
-    for line in sys.stdin:
+    for line in sys.stdin.buffer:
+        number, _, latex = line.decode().partition(" ")
         signal.setitimer(signal.ITIMER_PROF, limit_s)
         try:
-            found = value(line.strip())
+            found = value(latex.strip())
         except (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError):
             found = ""  # not a number
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(found, flush=True)
+        print(number, found, flush=True)
 
 
 if __name__ == "__main__":
