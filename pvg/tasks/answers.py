@@ -44,6 +44,8 @@ Marker = Literal["####", "boxed", "phrase", "last number"]
 MOST_DIGITS = 200
 # An answer begins within this many characters after its marker; a box has at most this many characters.
 SEGMENT = 200
+# Of more equal values than this, such as in 7 = 7 = 7, none is read.
+MOST_EQUALS = 10
 
 NO_ANSWER = "no final answer"
 NO_MARKER = "no answer marker: {} was taken"  # the note of a grade
@@ -334,7 +336,7 @@ RATIO = re.compile(rf"({DECIMAL}) ?/ ?({DECIMAL})")
 MIXED = re.compile(r"([0-9]++) ([0-9]++) ?/ ?([0-9]++)")
 
 
-def _written(segment: str, *, solution: bool) -> tuple[str, Fraction] | None:
+def _written(segment: str, *, solution: bool, equals_left: int = MOST_EQUALS) -> tuple[str, Fraction] | None:
     """Text and value of the only number. `solution`: whether other words and a calculation (3 * 6 = 18) may lead to
     it."""
     tidy = DENIED_FIRST.sub("", _tidy(segment))
@@ -343,8 +345,10 @@ def _written(segment: str, *, solution: bool) -> tuple[str, Fraction] | None:
         left, right = tidy[:equals], _alone(match, tidy)
         if _may_equal(left, solution):
             return right
-        if solution and right and (same := _written(left, solution=True)) and same[1] == right[1]:  # 0.5 = 1/2
-            return right
+        if solution and right and equals_left:  # 0.5 = 1/2
+            same = _written(left, solution=True, equals_left=equals_left - 1)
+            if same and same[1] == right[1]:
+                return right
     if match := ANSWER.match(tidy):
         return _alone(match, tidy)
     match = ANYWHERE.search(tidy)

@@ -82,6 +82,12 @@ def test_what_no_reference_may_be(text):
         grader_of(DataTask(grader="number")).reference(text)
 
 
+def test_many_equal_values_are_survived():
+    for text, answer in (("7=" * 8 + "7", 7), ("7=" * 1200 + "7", None), ("x=" * 1200 + "7", 7), ("=" * 5000, None)):
+        found = extract(f"#### {text}")
+        assert (found and found.value) == answer
+
+
 def test_comparison_is_exact():
     assert same_number("0.1", "1/10")
     assert same_number("$1,200.00", "1200")
@@ -144,6 +150,37 @@ def test_a_process_that_hangs_or_is_killed_is_replaced(monkeypatch):
         assert value_of_latex(f"\\sqrt{{81}} {'' if number == signal.SIGSTOP else ' '}") in (None, 9)
         monkeypatch.undo()
         assert value_of_latex(f"\\sqrt{{{int(number) ** 2}}}") == int(number)
+
+
+@pytest.mark.parametrize("mark", ["\n", "\r", "\r\n", "\x0b", "\x85", "\u2028"])
+def test_a_line_break_in_an_expression_is_a_space(mark):
+    value_of_latex.cache_clear()
+    roots = "\\sqrt{81}", "\\sqrt{49}"
+    assert value_of_latex(f"\\frac{{\\sqrt{{16}}}}{mark}{{2}}") == 2
+    assert [value_of_latex(root) for root in roots] == [9, 7]
+    found = [extract(f"\\boxed{{{root}{mark}}}") for root in roots]
+    assert [each and each.value for each in found] == [9, 7]
+
+
+@pytest.mark.parametrize("stopped", [KeyboardInterrupt, MemoryError])
+def test_an_answer_to_an_abandoned_expression_is_not_that_of_the_next_one(monkeypatch, stopped):
+    def raises(*_):
+        raise stopped
+
+    value_of_latex.cache_clear()
+    monkeypatch.setattr(expressions, "wait", raises)
+    with pytest.raises(stopped):
+        value_of_latex("\\sqrt{36}")
+    monkeypatch.undo()
+    assert [value_of_latex(f"\\sqrt{{{value**2}}}") for value in (7, 6, 5)] == [7, 6, 5]
+
+
+def test_an_answer_with_the_number_of_another_expression_is_refused():
+    value_of_latex.cache_clear()
+    assert value_of_latex("\\sqrt{36}") == 6
+    expressions._reader._process.stdin.write(b"0 1\n")  # nobody has read its answer
+    assert value_of_latex("\\sqrt{49}") is None
+    assert value_of_latex("\\sqrt{25}") == 5
 
 
 def test_what_is_not_one_rational_number_has_no_value():
