@@ -13,9 +13,11 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from io import BufferedReader
 from json import JSONDecodeError
@@ -70,15 +72,6 @@ def text_of(data: bytes, place: str | Path) -> str:
         ) from None
 
 
-def not_json(line: bytes, error: JSONDecodeError) -> tuple[str, str | None]:
-    """Why a line is not JSON, as a part of an error message, and the remedy if it is not to correct the line."""
-    try:
-        text_of(line, "")
-    except ConfigurationError as wrong:
-        return wrong.message.rpartition(": ")[2].rstrip("."), wrong.remedy
-    return f"not valid JSON ({error.msg}, at character {error.pos + 1} of the line)", None
-
-
 def json_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     """(number from 1, line) of each line that is not empty."""
     for number, line in enumerate(data_of(file).removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
@@ -86,16 +79,49 @@ def json_lines(file: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def repeated_key(line: bytes, row: object) -> str:
-    """A key that an object in the line has twice, of which parsers drop one; "" if there is none. `row`: the line's
-    data. A key may have other spellings, with \\u or \\/. Raises RecursionError for deep nesting."""
-    plain = rb"\u" not in line and rb"\/" not in line
-    flat = isinstance(row, dict) and not any(isinstance(value, dict | list) for value in row.values())
-    if plain and isinstance(row, dict) and flat and all(line.count(orjson.dumps(key)) == 1 for key in row):
-        return ""
-    counts: list[Counter[str]] = []  # of each object
-    json.loads(line, object_pairs_hook=lambda pairs: counts.append(Counter(key for key, _ in pairs)))
-    return next((key for count in counts for key in count if count[key] > 1), "")
+def json_row(
+    line: bytes, place: str, error: type[ConfigurationError | UsageError], remedy: str, *, exact: bool = True
+) -> Any:
+    """The data of a line of JSON. `exact`: fractions and integers beyond 64 bits are Decimals with the digits of the
+    file, also in lists and objects.
+
+    Raises `error`, with `place` and `remedy`, for a line that is not JSON, for a number that Python cannot hold, and
+    for a key that an object has twice, of which parsers drop one. Raises RecursionError for deep nesting."""
+    try:
+        row = orjson.loads(line)  # stricter than json: no NaN, and only UTF-8
+        flat = isinstance(row, dict) and not any(isinstance(value, dict | list | float) for value in row.values())
+        # A key may have other spellings, with \u or \/.
+        if flat and not re.search(rb"\\[u/]", line) and all(line.count(orjson.dumps(key)) == 1 for key in row):
+            return row
+        kinds: dict[str, Any] = {"parse_float": Decimal, "parse_int": _integer} if exact else {}
+        return json.loads(line, object_pairs_hook=_object, **kinds)
+    except _RepeatedKeyError as twice:
+        raise error(f"{place}: it has the key {twice.args[0]!r} twice.", "Correct the line.") from None
+    except JSONDecodeError as wrong:
+        problem = f"not valid JSON ({wrong.msg}, at character {wrong.pos + 1} of the line)"
+        try:
+            text_of(line, "")
+        except ConfigurationError as encoding:
+            problem, remedy = encoding.message.rpartition(": ")[2].rstrip("."), encoding.remedy or remedy
+        raise error(f"{place}: {problem}.", remedy) from None
+    except (ValueError, InvalidOperation):  # more digits, or a larger exponent, than Python reads
+        raise error(f"{place}: a number in it is too large or too small.", "Write it as a text.") from None
+
+
+class _RepeatedKeyError(Exception):
+    """Its argument: the key."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _RepeatedKeyError(next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1))
+    return found
+
+
+def _integer(digits: str) -> int | Decimal:
+    number = int(digits) if len(digits) < 19 else Decimal(digits)
+    return int(number) if abs(number) <= LARGEST else number
 
 
 def _without_waiting(path: str, flags: int) -> int:

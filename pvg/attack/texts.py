@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from pvg.config.base import StrictRecord
 from pvg.errors import UsageError, shortened
-from pvg.inputs import json_lines
+from pvg.inputs import json_lines, json_row
 from pvg.records import Problem
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.tasks.answers import extract, parse_number, same_answer
@@ -262,12 +262,15 @@ def cases_of_file(path: Path, most: int) -> list[AttackCase]:
     """The first `most` rows of a JSON-lines file. Raises UsageError with the line for what is missing."""
     found: list[AttackCase] = []
     for number, line in islice(json_lines(path), most):
+        place = f"{path.name}, line {number}"
         try:
-            row = ProblemRow.model_validate_json(line)
+            row = ProblemRow.model_validate(json_row(line, place, UsageError, EXAMPLE, exact=False))
+        except RecursionError:
+            raise UsageError(f"{place}: it is nested too deeply.", EXAMPLE) from None
         except ValidationError as error:
             first = error.errors()[0]
             what = f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"
-            raise UsageError(f"{path.name}, line {number}: {what}.", EXAMPLE) from None
+            raise UsageError(f"{place}: {what}.", EXAMPLE) from None
         read = extract(row.text)
         ends = read is not None and (read.marker != "last number" or read.text in row.text[-len(read.text) - 3 :])
         answer = str(row.answer).strip() or (read.text if read is not None and ends else "")
@@ -278,7 +281,7 @@ def cases_of_file(path: Path, most: int) -> list[AttackCase]:
             missing = "`answer` is missing, and `text` does not end with a number"
             what = f"`text` does not have the answer {shortened(answer)!r}" if answer else missing
             what = "`wrong` has the text that is correct" if row.text in row.wrong else what
-            raise UsageError(f"{path.name}, line {number}: {what}.", 'Write "answer": "..." as the text does.')
+            raise UsageError(f"{place}: {what}.", 'Write "answer": "..." as the text does.')
         found.append(case)
     if not found:
         raise UsageError(f"{path} has no problems.", f"{EXAMPLE}, one per line.")

@@ -13,12 +13,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from pvg.config.base import Player
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, UsageError, path_error, shortened, user_paths
-from pvg.inputs import not_json, open_input
+from pvg.inputs import json_row, open_input
 from pvg.store.atomic import DamagedFileError
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
@@ -179,10 +177,9 @@ def check_rows(path: Path) -> None:
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     place = f"{path.name}, line {number}"
     try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        problem, remedy = not_json(line, error)
-        raise UsageError(f"{place}: this is {problem}.", remedy or "Write one JSON object per line.") from None
+        row = json_row(line, place, UsageError, "Write one JSON object per line.")
+    except RecursionError:
+        raise UsageError(f"{place}: it is nested too deeply.", EXAMPLE) from None
     if not isinstance(row, dict):
         raise UsageError(f"{place}: this is not a JSON object.", EXAMPLE)
     for key in ("question", "solution"):
@@ -191,7 +188,7 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
             raise UsageError(f"{place}: {wrong}.", EXAMPLE)
     if not row["question"].strip():
         raise UsageError(f"{place}: 'question' is empty.", "Write the question, or remove the line.")
-    if not isinstance(row.get("id"), str | int | None):  # orjson reads larger integers as floats, which lose digits
+    if not isinstance(row.get("id"), str | int | None):
         raise UsageError(f"{place}: 'id' is neither a text nor an integer of 64 bits.", "Write it as a text.")
     return row
 

@@ -18,7 +18,7 @@ import orjson
 
 from pvg.config.task import CodeTask
 from pvg.errors import Closing, ConfigurationError, MissingRequirementError, shortened
-from pvg.inputs import expanded, json_lines, not_json, repeated_key
+from pvg.inputs import expanded, json_lines, json_row
 from pvg.records import Grade, Problem, Split
 from pvg.sandbox.inside.program import plain
 from pvg.sandbox.sandbox import Limits, Sandbox
@@ -82,15 +82,7 @@ def read_entries(file: Path, visible_tests: int) -> Iterator[CodeEntry | Unusabl
 
 def _read(line: bytes, place: str) -> tuple[dict[str, Any], Any]:
     """The row of a line, and the function that reads its form."""
-    try:
-        row = _read_json(line)
-    except json.JSONDecodeError as error:
-        problem, remedy = not_json(line, error)
-        raise ConfigurationError(f"{place}: {problem}.", remedy or CORRECT) from None
-    except ValueError as error:  # an integer of too many digits
-        raise ConfigurationError(f"{place}: not valid JSON ({error}).", CORRECT) from None
-    if key := repeated_key(line, row):
-        raise ConfigurationError(f"{place}: it has the key {key!r} twice.", CORRECT)
+    row = json_row(line, place, ConfigurationError, CORRECT, exact=False)
     form = _form(row)
     if form is None:
         raise ConfigurationError(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 import math
 import re
 import unicodedata
@@ -26,13 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import orjson
 
 from pvg import hub
 from pvg.config.base import is_hub_id
 from pvg.config.task import DataTask, Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError, counted, shortened, user_paths
-from pvg.inputs import check_regular, data_of, expanded, json_lines, not_json, repeated_key, text_of
+from pvg.inputs import check_regular, data_of, expanded, json_lines, json_row, text_of
 from pvg.records import Grade, Problem, Split, Wording
 from pvg.tasks.answers import NO_ANSWER, NO_MARKER, RETRACTED, TAG, UNREAD, extract, parse_number, read
 from pvg.tasks.expressions import value_of
@@ -101,20 +99,11 @@ def rows_of(file: Path, wanted: Collection[str]) -> Iterator[tuple[str, object]]
 
 
 def json_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """(place in the file, row) of each line that is not empty. Fractions and integers beyond 64 bits are Decimals with
-    the digits of the file."""
+    """(place in the file, row) of each line that is not empty, with exact numbers (pvg.inputs.json_row)."""
+    correct = "Correct the line; each line is one JSON object. If you downloaded the file, download it again."
     for number, line in json_lines(file):
         try:
-            row = orjson.loads(line)
-            if isinstance(row, dict) and any(isinstance(value, float) for value in row.values()):
-                row = json.loads(line, parse_float=Decimal, parse_int=Decimal)
-            if key := repeated_key(line, row):
-                raise ConfigurationError(f"{file}, line {number}: it has the key {key!r} twice.", "Correct the line.")
-            yield f"line {number}", row
-        except orjson.JSONDecodeError as error:
-            problem, remedy = not_json(line, error)
-            correct = "Correct the line; each line is one JSON object. If you downloaded the file, download it again."
-            raise ConfigurationError(f"{file}, line {number}: {problem}.", remedy or correct) from None
+            yield f"line {number}", json_row(line, f"{file}, line {number}", ConfigurationError, correct)
         except RecursionError:
             raise ConfigurationError(f"{file}, line {number}: it is nested too deeply.", "Correct the line.") from None
 

@@ -110,7 +110,9 @@ def test_the_cases_of_a_task_have_correct_and_wrong_texts_by_its_grader() -> Non
         ('{"problem": "2+2?", "text": "4", "wrong": ["5", 6]}', "wrong.1"),
         ('{"problem": "2+2?", "text": "4", "answer": ["4"]}', "answer"),
         ("[1]", "line 1"),
-        ("{", "Invalid JSON"),
+        ("{", "line 1: not valid JSON"),
+        ('{"problem": "2+2?", "text": "4", "answer": 5, "answer": 4}', "line 1: it has the key 'answer' twice"),
+        ('{"problem": ' + "[" * 900 + "]" * 900 + "}", "line 1"),
         ("", "has no problems"),
     ],
 )

@@ -146,10 +146,12 @@ def test_a_file_is_scored_line_by_line(run: Run, wanted: list[float]) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"question": "7?"', "wrong.jsonl, line 2: this is not valid JSON"),
+        ('{"question": "7?"', "wrong.jsonl, line 2: not valid JSON"),
         ("[1]", "wrong.jsonl, line 2: this is not a JSON object."),
-        ('{"question": "7+\udcff"}', "wrong.jsonl, line 2: this is not UTF-8 (byte 17 of the line)"),
+        ('{"question": "7+\udcff"}', "wrong.jsonl, line 2: not UTF-8 (byte 17 of the line)"),
         ('{"question": "7?"}', "wrong.jsonl, line 2: 'solution' is missing."),
+        ('{"question": "7?", "solution": "A2", "solution": "A3"}', "line 2: it has the key 'solution' twice."),
+        ('{"question": ' + "[" * 900 + "]" * 900 + "}", "wrong.jsonl, line 2: "),
         ('{"question": " ", "solution": "A2"}', "wrong.jsonl, line 2: 'question' is empty."),
         ('{"question": NaN, "solution": "A2"}', "expected a JSON value, at character 14 of the line)"),
         ('{"question": "7?", "solution": "x"}', "wrong.jsonl, line 2: The tokenizer"),

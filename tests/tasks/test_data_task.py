@@ -401,6 +401,8 @@ HUGE = json.dumps({"question": "x" * 200_000, "answer": "1"})
         ("a.jsonl", b'{"question": "a?", "answer": 1, "answer": 2}\n', "line 1: it has the key 'answer' twice"),
         ("a.jsonl", b'{"answer": 1, "\\u0061nswer": 2}\n', "line 1: it has the key 'answer' twice"),
         ("a.jsonl", b'{"answer": 1, "a": [{"b": 1, "b": 2}]}\n', "line 1: it has the key 'b' twice"),
+        ("a.jsonl", b'{"a": 1e-99999999999999999999}\n', "line 1: a number in it is too large or too small"),
+        ("a.jsonl", b'{"a": [0e9999999999999999999]}\n', "line 1: a number in it is too large or too small"),
         ("a.jsonl", b'{"a": ' + b"[" * 1000 + b"]" * 1000 + b"}\n", "line 1: it is nested too deeply"),
         ("a.jsonl", HUGE.encode(), "the question has 200,000 characters"),
         ("a.jsonl", b'{"question": "a?", "answer": "many"}\n', "line 1: the answer 'many' is not a number"),
