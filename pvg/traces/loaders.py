@@ -7,6 +7,7 @@ loaded. Which column has what is guessed from its name and said; `fields` overri
 from __future__ import annotations
 
 import hashlib
+import lzma
 import math
 import os
 import re
@@ -296,7 +297,9 @@ KINDS: dict[str, Callable[[object, str, str], Any]] = {
     "text": _text,
     **dict.fromkeys(("truth", "answer", "role"), _word),
     "step": _number("a whole number", float.is_integer),
-    **dict.fromkeys(("flaw", "named"), _number("the number of a step, from 1", lambda value: value in range(1, 10**9))),
+    **dict.fromkeys(
+        ("flaw", "named"), _number("the number of a step, from 1", lambda n: n.is_integer() and 1 <= n < 1e9)
+    ),
     "correct": _number("0 or 1, so it does not say what is correct", lambda value: value in (0.0, 1.0)),
     "verdict": _number("a probability or a verdict between 0 and 1", lambda value: 0.0 <= value <= 1.0),
 }
@@ -379,22 +382,28 @@ def _with_episodes(rows: Iterable[tuple[str, object]], file: Path) -> Iterator[t
 LARGEST_SAMPLE = 64 << 20  # bytes of one sample of a log, unpacked
 ATTACHMENT = "attachment://"
 ZSTANDARD = 93  # zip's number
+# What zipfile, the decompressors and pyarrow raise for data that is damaged, encrypted or in an unknown form.
+UNREADABLE = (
+    *(zipfile.BadZipFile, pyarrow.ArrowException, lzma.LZMAError, zlib.error, struct.error),
+    *(EOFError, OSError, OverflowError, RuntimeError, ValueError),
+)
 
 
 def _eval_rows(file: Path) -> Iterator[tuple[str, object]]:
     """The samples of a log of inspect-ai: a zip with one JSON file per sample."""
     damaged = ConfigurationError(f"{file}: not a whole log of inspect-ai (.eval).", "Copy it again.")
-    try:
-        with open_input(file) as opened, zipfile.ZipFile(opened) as log:
+    with user_paths(), open_input(file) as opened:
+        try:
+            log = zipfile.ZipFile(opened)
             for info in log.infolist():
                 if not re.fullmatch(r"samples/[^/]+\.json", info.filename):
                     continue
-                if info.file_size > LARGEST_SAMPLE:
+                if max(info.file_size, info.compress_size) > LARGEST_SAMPLE:
                     raise ConfigurationError(f"{file}: {info.filename} is larger than 64 MiB.", "Leave it out.")
                 data = _zstandard(opened, info) if info.compress_type == ZSTANDARD else log.read(info)
                 yield info.filename, _eval_row(orjson.loads(data), f"{file.name}, {info.filename}")
-    except (zipfile.BadZipFile, orjson.JSONDecodeError, zlib.error, EOFError, struct.error, pyarrow.ArrowException):
-        raise damaged from None
+        except UNREADABLE:
+            raise damaged from None
 
 
 def _zstandard(file: BufferedReader, info: zipfile.ZipInfo) -> bytes:

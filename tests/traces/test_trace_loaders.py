@@ -189,6 +189,13 @@ def test_episodes_of_verifiers_and_of_prime_rl(name, steps):
     assert [trace.step for trace in traces] == steps
 
 
+def test_numbers_in_an_episode_keep_their_digits(tmp_path):
+    file = tmp_path / "traces.jsonl"
+    for number in ("36811374411028374561", "0.12345678901234567890", "9007199254740993"):
+        file.write_text((WRITTEN / "verifiers.jsonl").read_text().replace('"answer":"9"', f'"answer":{number}'))
+        assert load(file).traces[0].truth == number
+
+
 def test_a_log_of_inspect():
     traces = load(WRITTEN / "inspect.eval").traces
     assert [trace.parts.reasoning for trace in traces] == CHAINS
@@ -220,6 +227,12 @@ GOOD = {"question": "q", "text": "#### 1"}
         (b'{"question": "q", "text": 5}\n', "'text' is 5"),
         (b'{"question": "q", "text": "t", "step": "x"}\n', "'step' is 'x'"),
         (b'{"question": "q", "text": "t", "step": 1.5}\n', "whole number"),
+        *(
+            (b'{"question": "q", "text": "t", "flaw": %s}\n' % flaw, "the number of a step, from 1")
+            for flaw in (b"3.5", b"0.0", b"-1.0", b"0", b"1e9", b"99999999999999999999", b"1e-400")
+        ),
+        (b'{"question": "q", "text": "t", "flaw": 1e400}\n', "line 1: not valid JSON"),
+        (b'{"question": "q", "text": "t", "unused": 1e-99999999999999999999}\n', "line 1: a number in it"),
         (b'{"question": "q", "text": "t", "correct": 0.5}\n', "0 or 1"),
         (b'{"question": "q", "text": "t", "verdict": 3}\n', "between 0 and 1"),
         (b'{"prompt": [{"content": "q"}], "text": "t"}\n', "message with a role"),
@@ -289,6 +302,24 @@ def test_a_damaged_log_of_inspect_is_refused(tmp_path):
     file.write_bytes(b"no zip")
     with pytest.raises(ConfigurationError, match="not a whole log"):
         load(file)
+    sample = b'{"input": "q", "target": "5"}'
+    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with zipfile.ZipFile(file, "w", method) as log:
+            log.writestr("samples/1_epoch_1.json", sample)
+        whole = file.read_bytes()
+        header, entry, data = 0, whole.index(b"PK\1\2"), whole.index(b".json") + len(b".json")
+        for changes in (
+            {header + 6: 1, entry + 8: 1},  # encrypted
+            {header + 8: 97, entry + 10: 97},  # in an unknown compression
+            {entry + 46: 0xFF, entry + 9: 8},  # a name that is not UTF-8
+            {data: 0xFF, data + 1: 0xFF, data + 4: 0xFF},
+        ):
+            damaged = bytearray(whole)
+            for at, byte in changes.items():
+                damaged[at] = byte
+            file.write_bytes(damaged)
+            with pytest.raises(ConfigurationError, match="not a whole log"):
+                load(file)
     for content in (b"{", b"[]", b'{"input": "q"}'):
         with zipfile.ZipFile(file, "w") as log:
             log.writestr("samples/1_epoch_1.json", content)
