@@ -120,7 +120,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int | Decimal:
-    number = int(digits) if len(digits) < 19 else Decimal(digits)
+    if len(digits) < 19:
+        return int(digits)
+    number = Decimal(digits)
     return int(number) if abs(number) <= LARGEST else number
 
 
