@@ -44,6 +44,8 @@ Marker = Literal["####", "boxed", "phrase", "last number"]
 MOST_DIGITS = 200
 # An answer begins within this many characters after its marker; a box has at most this many characters.
 SEGMENT = 200
+# A longer line, sentence or reference is not read, because some patterns take time quadratic in its length.
+LONGEST = 6 * SEGMENT
 # Of more equal values than this, such as in 7 = 7 = 7, none is read.
 MOST_EQUALS = 10
 
@@ -298,10 +300,10 @@ OTHER_NUMBER = re.compile(
 DENIED_FIRST = re.compile(r"^not [^.]{1,40}? but ")
 SCALE = re.compile(r"(?P<letter>[kKMB]|[bm]n)(?![A-Za-z])|(?i:[ -]?(?:hundred|(?:thous|[mbtr]+illi)(?:and|on))s?\b)+")
 POWERS = {"k": 3, "m": 6, "b": 9, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-# Digits that belong to a unit.
+# Digits that belong to a unit: 5 cm2, 5 m ^ 2, 3 kg of CO2. In "12 pens in 3 boxes" they do not.
 UNIT = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:[kcmd]?m|s|in|ft|yd|mi|inch(?:es)?|feet|foot|yards?|miles?|(?:kilo|centi)?met(?:er|re)s?|"
-    r"units?)(?: ?\}? ?\^ ?\{?| ?\*\*| ?)[23]\}?|CO_?\{?2\}?|H_?\{?2\}?O)(?![A-Za-z0-9])"
+    r"units?)(?: ?\}? ?\^ ?\{?|\*\*)?[23]\}?|CO_?\{?2\}?|H_?\{?2\}?O)(?![A-Za-z0-9])"
 )
 DIGIT = re.compile(r"[0-9]")
 CHOICE = re.compile(rf"\b(?:(?P<spoken>{'|'.join(SPOKEN)})|or)\b", re.IGNORECASE)
@@ -339,6 +341,8 @@ MIXED = re.compile(r"([0-9]++) ([0-9]++) ?/ ?([0-9]++)")
 def _written(segment: str, *, solution: bool, equals_left: int = MOST_EQUALS) -> tuple[str, Fraction] | None:
     """Text and value of the only number. `solution`: whether other words and a calculation (3 * 6 = 18) may lead to
     it."""
+    if len(segment) > LONGEST:
+        return None
     tidy = DENIED_FIRST.sub("", _tidy(segment))
     equals = tidy.rfind("=")
     if equals >= 0 and (match := ANSWER.match(tidy, equals + 1)):
@@ -436,7 +440,9 @@ def _decimal(text: str) -> Fraction | None:
 
 # --- expressions -------------------------------------------------------------------------------------------------
 
-AROUND = re.compile(r"^(?:[A-Za-z\s]*=)?[\s$*]*|\\[()\[\]]|[\s$*.]*$|\\(?:left|right|displaystyle)(?![A-Za-z])")
+AROUND = re.compile(
+    r"^(?:[A-Za-z\s]*=)?[\s$*]*|\\[()\[\]]|(?<![\s$*.])[\s$*.]*+$|\\(?:left|right|displaystyle)(?![A-Za-z])"
+)
 LATEX = re.compile(
     r"(?>(?:[0-9]{1,15}+(?:\.[0-9]{1,15}+)?(?![0-9.]|\s+[0-9])|[-+/^!(){}|\s]|\[[0-9]\]|(?<=\\log)_\{?[0-9]+\}?|"
     r"\\(?:[dtc]?frac|sqrt|d?binom|cdot|times|div|log|ln|sin|cos|tan|pi|[lr]floor|[lr]ceil)(?![A-Za-z]))+)"
@@ -448,7 +454,7 @@ OPERATION = re.compile(r"[0-9A-Za-z)!|]\s*(?:[-+]|\\(?:cdot|times|div))|/.*[/^!]
 
 def _from_latex(segment: str) -> tuple[str, Fraction] | None:
     """Text and value of an expression that is more than a number, such as a root or a power."""
-    latex = AROUND.sub("", segment)
+    latex = AROUND.sub("", segment) if len(segment) <= LONGEST else ""
     if len(latex) > SEGMENT or not LATEX.fullmatch(latex) or not re.search(r"[\\^!{]", latex) or segment.count("$") % 2:
         return None
     outside = latex
@@ -484,7 +490,8 @@ MARKUP = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal|style)?|math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|bf|rm|mbox|emph|underline|left|right|"
     r"displaystyle|operatorname|large|Large|huge|[Bb]igg?[lr]?|degree|ldots|dots|checkmark|blacksquare|square|newline|f?boxed|"
     r"approx|simeq|sim|therefore)(?![A-Za-z])|\^ ?\{? ?\\circ ?\}?|\\[()\[\]\\]|"
-    rf"{TAG}|[{{}}`]|(?<![^\s(\[+:$=~≈\"'-])[*_]+(?=\S)|(?<=\S)[*_]+(?=[\s.,;:!?)\]]|$)"
+    rf"{TAG}|[{{}}`]|(?<![^\s(\[+:$=~≈\"'-])(?:[*_]++(?=\S)|[*_]{{2,}}+(?=\s|$))|"
+    r"(?<=[^\s*_])[*_]++(?=[\s.,;:!?)\]]|$)"
 )
 
 

@@ -83,7 +83,7 @@ def test_what_no_reference_may_be(text):
 
 
 def test_many_equal_values_are_survived():
-    for text, answer in (("7=" * 8 + "7", 7), ("7=" * 1200 + "7", None), ("x=" * 1200 + "7", 7), ("=" * 5000, None)):
+    for text, answer in (("7=" * 8 + "7", 7), ("7=" * 1200 + "7", None), ("x=" * 400 + "7", 7), ("=" * 5000, None)):
         found = extract(f"#### {text}")
         assert (found and found.value) == answer
 
@@ -115,21 +115,24 @@ def test_any_text_is_survived(text):
             assert parse_number(found.text) == found.value  # an answer as given is read the same again
 
 
-@pytest.mark.timeout(60)  # quadratic time would take hours over these
+@pytest.mark.timeout(60)  # quadratic time would take minutes over these
 @pytest.mark.parametrize(
     "piece",
     [
         *("9", "#", "####\n", "#### ", "#### a\n", "\\boxed{", "\\boxed", "answer ", "answer: ", "answer:\n"),
         *("1 x 10^", "answer to ", "111 ", "1,", "1/", "1e", "-", "<", "<a", "<<a", "\\frac{", "{", "("),
         *("=", "$", "the ", " ", "\n", "½", "²", "√", "1.", "** ", "*", "\\", "_1", "not ", "a ", "?", "million "),
+        *("_", ".", "\r", "* ", "m^2 ", "in 2 ", "1+", "7="),
     ],
 )  # fmt: skip
 def test_huge_texts_are_read(piece):
     text = piece * (100_000 // len(piece))
-    extract(text)
-    extract("#### " + text)
     assert (found := extract(text + "\n#### 72")) is not None
     assert found.value == 72
+    text = piece * (50_000 // len(piece))
+    for before in ("", "#### ", "#### 5", "The answer is ", "The answer is 5", "\\boxed{5}"):
+        for after in ("", "b", " 5", "a=5"):
+            extract(before + text + after)
 
 
 # --- the process that reads LaTeX -------------------------------------------------------------------------------------
