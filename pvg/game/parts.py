@@ -141,7 +141,7 @@ class BatchLogprobs(Helper):
         - Recomputed ones instead of the sampler's, with `rollout.logprobs = "recomputed"`.
         """
         objective = self._objective
-        if objective.needs_reference and not self.served:
+        if objective.needs_reference and batch.reference_logprobs is None:
             batch = replace(batch, reference_logprobs=await self._compute("reference", batch))
         if self._recomputed:
             batch = replace(batch, sampled_logprobs=await self._compute("recompute", batch))

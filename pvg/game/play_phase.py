@@ -269,7 +269,8 @@ def encoder(session: Session) -> Callable[[str], Int32]:
     game, base, rollout = play_task(session).game, session.players.base, session.rollout
     rules = game.instructions if isinstance(game, ExplainsRules) else ""
     style = session.prompts.section.kind
-    limits = {"models.prover": base.max_length, "training.micro_batch_tokens": session.training.micro_batch_tokens}
+    context = base.max_length - session.players.engine.gives_reference  # vLLM wants room for a token after a reference
+    limits = {"models.prover": context, "training.micro_batch_tokens": session.training.micro_batch_tokens}
     limit, key = min((limit, key) for key, limit in limits.items())
 
     def encode(prompt: str) -> Int32:

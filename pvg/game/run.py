@@ -286,7 +286,7 @@ async def open_session(
         if why and ledger.state.phase is Phase.INIT:
             observer.noticed(why)
     with user_paths(), span("sync"):
-        await players.ready(scoring=scoring)
+        await players.ready(scoring=scoring, longest=session.longest)
     place = {"round": ledger.state.round, "phase": ledger.state.phase.value}
     cores = {"threads": players.threads, "usable": usable_cores(), "machine": psutil.cpu_count() or 1}
     ledger.record("start", cores=cores)

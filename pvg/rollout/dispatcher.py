@@ -90,8 +90,11 @@ class Dispatcher:
         is its id).
         """
         line = Line(call.rollout_id(order, index), order)
-        completion = await self.engine.generate(line.request(call, index, self.sampling, resumed_from=resumed_from))
+        request = line.request(call, index, self.sampling, resumed_from=resumed_from)
+        completion = await self.engine.generate(request)
         await leave()
+        if call.reference:
+            completion = await self.engine.with_reference(request, completion)
         line.say(completion, *await self.grader.grade(order.problem, completion))
         return line.rollout(call)
 

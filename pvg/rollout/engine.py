@@ -72,8 +72,7 @@ class GenerationRequest:
     `resumed_from`: tokens of an earlier request with the same prompt and seed that was cut short. The completion starts
     with them, keeps their log-probs and versions, and counts them in `sampling.max_tokens`. `on_tokens` is called with
     the number of tokens so far, by engines that stream. The number falls if a failed attempt is retried. `group`: the
-    number of its group, by which requests are divided among workers. `reference`: the completion needs
-    `reference_logprobs` (see `Engine.gives_reference`).
+    number of its group, by which requests are divided among workers.
     """
 
     id: str
@@ -83,7 +82,6 @@ class GenerationRequest:
     on_tokens: Callable[[int], None] | None = field(default=None, compare=False)
     resumed_from: PartialCompletion | None = field(default=None, compare=False)
     group: int = 0
-    reference: bool = False
 
     @property
     def tokens_resumed(self) -> int:
@@ -121,7 +119,7 @@ class GenerationRequest:
 class Completion:
     """A sampled completion: `token_ids` int32 [C] (stop token included), `logprobs` float32 [C] in nats.
     `routed_experts` [P + C - 1, layers, k], prompt included, if the engine reports them. `reference_logprobs` float32
-    [C]: under the base model, if they were requested."""
+    [C]: under the base model, if it was asked (`Engine.with_reference`)."""
 
     request_id: str
     token_ids: Int32
@@ -196,14 +194,20 @@ class Engine(Protocol):
 
     @property
     def gives_reference(self) -> bool:
-        """Whether completions can have log-probs of the base model (`GenerationRequest.reference`)."""
+        """Whether completions can have log-probs of the base model (`with_reference`)."""
         return False
 
-    async def ready(self) -> None:
-        """Check before the first request that the engine can serve. Raises an error that says what the user can fix."""
+    async def ready(self, longest: int = 0) -> None:
+        """Check before the first request that the engine can serve. `longest`: most tokens of a prompt and its
+        completion. Raises an error that says what the user can fix."""
         return  # a model in this process is always ready
 
     async def generate(self, request: GenerationRequest) -> Completion: ...
+
+    async def with_reference(self, request: GenerationRequest, found: Completion) -> Completion:
+        """`found`, the completion of `request`, with its log-probs under the base model. Raises what `generate`
+        raises."""
+        raise StateError("This engine computes no log-probs of the base model.", "Let the trainer compute them.")
 
     def cut(self, request_ids: Collection[str]) -> None:
         """End these requests at their next token; their `generate` raises `CutShort`. Unknown and finished requests are

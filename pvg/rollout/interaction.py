@@ -236,7 +236,7 @@ class Line:
         if turn:
             prompt_ids = np.concatenate([prompt_ids, *self.tokens()])
         seed = request_seed(call.seed, group, sample, self.seed_number + turn)
-        options |= {"group": group, "reference": call.reference}
+        options["group"] = group
         return GenerationRequest(f"{self.id}/{turn}" if turn else self.id, prompt_ids, sampling, seed, **options)
 
     def left(self, room: int) -> int:
@@ -446,8 +446,11 @@ class _Hall(Generic[S]):
                 return
         if most != sampling.max_tokens:  # rows with one object for all are sent to workers in less time
             sampling = replace(sampling, max_tokens=most)
-        completion = await policy.engine.generate(line.request(self.call, table.sample, sampling, on_tokens=tell))
+        request = line.request(self.call, table.sample, sampling, on_tokens=tell)
+        completion = await policy.engine.generate(request)
         await leave()
+        if self.call.reference:
+            completion = await policy.engine.with_reference(request, completion)
         rules, grade = self.interaction.rules, None
         if (seat in self.voices[:1] and not line.completions) or seat in getattr(rules, "solvers", ()):
             text, grade = await grader.grade(table.order.problem, completion)

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -275,7 +275,8 @@ class SharedGpu:
 class VllmEngine(Engine):
     """Owns `served` and its connections. `routed_experts`: whether completions need the experts of their tokens.
     `deadline_s`: limit for one request including its retries; None: no limit. `shared`: the GPU whose servers `rest`.
-    `gives_reference`: the servers hold the base model. All methods belong to one event loop."""
+    `gives_reference`: the servers hold the base model. They compute the reference's log-probs unless all are on that
+    GPU. All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -319,11 +320,17 @@ class VllmEngine(Engine):
 
     @property
     def gives_reference(self) -> bool:
-        return self._gives_reference
+        # On the trainer's GPU this saves nothing: a server reads each prompt again for each of its solutions.
+        infos = [server.info for server in self.served.fleet.alive]
+        beside = self._shared is not None and all(info is not None and info.gpus == self._shared.uuid for info in infos)
+        return self._gives_reference and not (infos and beside)
 
-    async def ready(self) -> None:
+    async def ready(self, longest: int = 0) -> None:
         """Check the servers. Raises ServerUnavailableError if none answers, ConfigurationError or
         MissingRequirementError if one cannot serve this experiment."""
+        needs = self.served.needs
+        most = max(needs.max_length, longest + self._gives_reference)  # vLLM wants room for a token after a reference
+        self.served.needs = replace(needs, max_length=most)
         await self.served.fleet.open()
 
     async def close(self) -> None:
@@ -394,8 +401,7 @@ class VllmEngine(Engine):
     # --- generation --------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Sample one completion on one of the servers, and then ask one for its log-probs under the base model, if the
-        request needs them. Cancelling the caller ends the request on its server too.
+        """Sample one completion on one of the servers. Cancelling the caller ends the request on its server too.
 
         Raises ConfigurationError for a request that no server can serve, RolloutFailedError after the deadline or the
         last retry, ServerUnavailableError when no server is up for `serving.unavailable_s`.
@@ -405,17 +411,24 @@ class VllmEngine(Engine):
         if self.version == UNPUBLISHED:
             raise StateError("The servers have no weights of this run yet.", "Publish a version before sampling.")
         check_request(request)
+        async with self._admitted(request):
+            with self._in_flight.track(request) as tracked:
+                return await self._asked(request, partial(self._attempt, tracked, time.perf_counter()))
+
+    async def with_reference(self, request: GenerationRequest, found: Completion) -> Completion:
+        async with self._admitted(request):
+            reference = await self._asked(request, partial(self._base_logprobs, request, found))
+        return replace(found, reference_logprobs=reference)
+
+    @asynccontextmanager
+    async def _admitted(self, request: GenerationRequest) -> AsyncIterator[None]:
+        """Count a request while it is in flight, on servers that are awake. Raises RolloutFailedError after the
+        deadline."""
         try:
             with self._counter.counted():
                 await self._wake()
                 async with asyncio.timeout(self._deadline_s):
-                    with self._in_flight.track(request) as tracked:
-                        found = await self._asked(request, partial(self._attempt, tracked, time.perf_counter()))
-                    if not request.reference:
-                        return found
-                    # Outside of `track`: a cut must not discard what is complete.
-                    reference = await self._asked(request, partial(self._base_logprobs, request, found))
-                    return replace(found, reference_logprobs=reference)
+                    yield
         except TimeoutError:
             raise RolloutFailedError(
                 f"Rollout {request.id} was not finished within rollout.engine.timeout_s = {self._deadline_s:g}.",

@@ -46,8 +46,10 @@ class Talking:
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
         spans = (VersionSpan(0, self.version),)
         reason: Any = "stop" if ids[-1] == EOS else "length"
-        reference = 2 * logprobs if request.reference else None
-        return Completion(request.id, ids, logprobs, spans, reason, Timing(1.0, 2.0), reference_logprobs=reference)
+        return Completion(request.id, ids, logprobs, spans, reason, Timing(1.0, 2.0))
+
+    async def with_reference(self, request: GenerationRequest, found: Completion) -> Completion:
+        return replace(found, reference_logprobs=2 * found.logprobs)
 
 
 class Script(Direct):

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,18 @@ def test_a_deadline_does_not_cut_what_is_sampled_and_waits_for_its_grade(thread:
         return await sampling
 
     assert [(len(group.rollouts), group.cancelled) for group in asyncio.run(play())] == [(8, 0)] * 6
+
+
+def test_a_deadline_does_not_cut_what_waits_for_its_reference(thread: ThreadPoolExecutor) -> None:
+    class Slow(Ready):
+        async def with_reference(self, request: GenerationRequest, found: Completion) -> Completion:
+            await asyncio.sleep(0.05)
+            return replace(found, reference_logprobs=found.logprobs - 1)
+
+    call = sampled(Slow(), thread, LengthTask(), deadline=Deadline(0.001, least=0), reference=True)
+    for group in asyncio.run(call):
+        assert len(group.rollouts) == 8
+        assert all(np.array_equal(each.reference_logprobs, each.logprobs - 1) for each in group.rollouts)
 
 
 class TogetherTask(LengthTask):

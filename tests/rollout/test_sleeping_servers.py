@@ -160,3 +160,16 @@ def test_the_time_is_a_part_of_the_step(tmp_path: Path) -> None:
         assert {"sleep", "wake"} <= budget.exposed.keys()
 
     shared(use, tmp_path)
+
+
+@pytest.mark.parametrize(("gpu", "gives"), [(GPU, False), ("GPU-9", True)])
+def test_servers_compute_the_reference_only_on_other_gpus_than_the_trainers(
+    gpu: str, gives: bool, tmp_path: Path
+) -> None:
+    async def use(d: Drill, _: list[str]) -> None:
+        assert d.engine.gives_reference == gives
+        await d.publish(0)
+        await d.engine.rest()
+        assert d.engine.gives_reference == gives
+
+    shared(use, tmp_path, gpu=gpu, gives_reference=True)

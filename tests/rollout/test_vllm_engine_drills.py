@@ -238,6 +238,20 @@ def test_a_server_of_another_model_is_refused_before_it_is_sent_weights(tmp_path
     run(use, tmp_path, shape="4 layers of 64, 320 tokens")
 
 
+def test_a_server_has_room_for_a_prompt_its_completion_and_what_vllm_adds_to_a_reference(tmp_path: Path) -> None:
+    async def use(d: Drill) -> None:
+        for longest, gives, fits in ((64, False, True), (65, False, False), (63, True, True), (64, True, False)):
+            of = engine_over([d.proxies[0].url], tmp_path / "other", d.events, gives_reference=gives, longest=1)
+            if fits:
+                await of.ready(longest)
+            else:
+                with pytest.raises(ConfigurationError, match="accepts 64 tokens"):
+                    await of.ready(longest)
+            await of.close()
+
+    run(use, tmp_path, max_model_len=64, longest=20)
+
+
 # --- callers ---------------------------------------------------------------------------------------------------------
 
 

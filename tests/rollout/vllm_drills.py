@@ -191,6 +191,7 @@ def engine_over(
     shape: str = "",
     wants_experts: bool = False,
     shared: SharedGpu | None = None,
+    gives_reference: bool = False,
     **serving: float,
 ) -> VllmEngine:
     section = quick_serving(urls, **serving)
@@ -212,7 +213,14 @@ def engine_over(
         transport=open_transport(weights, "drill", None, "float32", session),
     )
     proof = canary_ or canary()
-    return VllmEngine(served, canary=proof, routed_experts=wants_experts, deadline_s=deadline_s, shared=shared)
+    return VllmEngine(
+        served,
+        canary=proof,
+        routed_experts=wants_experts,
+        deadline_s=deadline_s,
+        shared=shared,
+        gives_reference=gives_reference,
+    )
 
 
 def run(use: Callable[[Drill], Awaitable[None]], root: Path, **options: Any) -> None:
