@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from pvg.config.training import AnswerHead, LastTokenHead, OwnHead, VerdictHead
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.hub import Say, fetch_config
 from pvg.inputs import expanded
+from pvg.servers.command import is_loopback
 from pvg.store.run_players import find_player
 
 if TYPE_CHECKING:
@@ -456,10 +458,11 @@ def memory_of(
     slots: int,
     gpu_bytes: float | None,
     reader: ModelShape | None = None,
+    gpus: int = 1,
 ) -> Iterator[MemoryPlan]:
     """The stages of a round, each with its peak. `slots`: rollouts that a server decodes at once. `gpu_bytes`: the
     memory of the GPU; then the plan counts what a process on a GPU takes besides. None: a CPU. `reader`: of the
-    reward."""
+    reward. `gpus`: of the plan (ExperimentPlan)."""
     from pvg.models.compute import KEPT_BYTES  # here, because it imports torch
 
     models, rollout = experiment.models, experiment.rollout
@@ -531,9 +534,22 @@ def memory_of(
         share = experiment.serving.tensor_parallel
         weights = prover.parameters * sampling / share
         parts = {"weights of the server": weights, **context, "KV cache": slots * kv_row / share}
-        if experiment.reference_served:
+        if reference_asked(experiment, gpus):
             parts["logits of the reference"] = float(FLOAT32 * min(length, VLLM_CHUNK) * prover.vocabulary)
         yield MemoryPlan("sample", "server", parts, 0, slots, kv_row / share)
+
+
+def shares_gpu(experiment: Experiment, gpus: int) -> bool:
+    """Whether the prover's only server is on the trainer's GPU: both are on this machine, which has one (`gpus`)."""
+    servers = experiment.serving.servers
+    near = experiment.server_cluster is None and len(servers) == 1 and is_loopback(urlsplit(servers[0]).hostname or "")
+    return gpus == 1 and near and not isinstance(experiment.rollout.engine, TorchSampling)
+
+
+def reference_asked(experiment: Experiment, gpus: int) -> bool:
+    """Whether servers compute the reference's log-probs. One that rests on the trainer's GPU would compute them there
+    too, and read each prompt again for each of its solutions (VllmEngine.gives_reference)."""
+    return experiment.reference_served and not (shares_gpu(experiment, gpus) and experiment.servers_rest)
 
 
 def _driver_bytes(experiment: Experiment, model: ModelInTraining) -> dict[str, float]:
@@ -558,14 +574,17 @@ def host_bytes(experiment: Experiment, prover: ModelShape, verifier: ModelShape)
 
 
 def others_bytes(experiment: Experiment, gpus: int) -> float:
-    """What other processes take of this machine's GPU now. The share of a server on a single GPU is the plan's own."""
+    """What other processes take of this machine's GPU now. What this one takes, and the share of a server on a single
+    GPU, are the plan's own."""
     import torch
 
     from pvg.models import pick_device
 
-    free, whole = torch.cuda.mem_get_info(pick_device(experiment.models.device))
-    served = gpus == 1 and not isinstance(experiment.rollout.engine, TorchSampling)
-    return max(0.0, whole - free - served * experiment.serving.gpu_memory_utilization * whole)
+    device = pick_device(experiment.models.device)
+    free, whole = torch.cuda.mem_get_info(device)
+    own = CONTEXT_BYTES + torch.cuda.memory_reserved(device)
+    served = shares_gpu(experiment, gpus) * experiment.serving.gpu_memory_utilization * whole
+    return max(0.0, whole - free - own - served)
 
 
 def _policy(experiment: Experiment, shape: ModelShape, length: int) -> ModelInTraining:

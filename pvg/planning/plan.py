@@ -6,6 +6,7 @@ import math
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from pvg.planning.memory import (
     others_bytes,
     read_shape,
     reader_bytes,
+    reference_asked,
+    shares_gpu,
     shares_prompts,
     written_tokens,
 )
@@ -233,20 +236,23 @@ class Inputs:
         verifier: ModelShape,
         machine: MachineSpeed,
         reader: ModelShape | None = None,
+        *,
+        gpus: int = 1,
     ) -> Inputs:
-        """Estimates from the models' sizes and the machine's speed. `reader`: of the reward."""
+        """Estimates from the models' sizes and the machine's speed. `reader`: of the reward. `gpus`: see
+        ExperimentPlan."""
         rollout, training = experiment.rollout, experiment.training
         number = BYTES[experiment.sampling_dtype]
         mean, prompt = max(1.0, rollout.max_tokens / 2), max(1.0, min(256.0, rollout.max_tokens))
         served = not isinstance(rollout.engine, TorchSampling)
-        gpus = experiment.serving.tensor_parallel if served else 1  # each has a part of the weights and of the keys
+        parts = experiment.serving.tensor_parallel if served else 1  # of the weights and of the keys, on a GPU each
         share = DECODING_SHARE if served or not machine.memory_gb else OWN_DECODING_SHARE
-        per_s = gpus * machine.bytes_per_s * share
+        per_s = parts * machine.bytes_per_s * share
         apart = prover.adapter_parameters(training.adapters.rank) if experiment.samples_on_base else 0
         # A multiply and an add per weight: forward 2, backward 4 (2 if frozen), recomputed activations 2, reference 2.
         trainers, referees, scorers = dividing_gpus(experiment)
         operations = (6.0 - 2.0 * (training.adapters.rank > 0) + 2.0 * training.gradient_checkpointing) / trainers
-        operations += 2.0 * (training.penalised and not experiment.reference_served) / referees
+        operations += 2.0 * (training.penalised and not reference_asked(experiment, gpus)) / referees
         flops = machine.flops * TRAINING_SHARE
         shared = shares_prompts(experiment, prover, math.ceil(prompt) + rollout.max_tokens)
         tokens = 1 + prompt / mean / (rollout.group_size if shared else 1)
@@ -273,10 +279,10 @@ class Inputs:
         update = 0.5 + sent / UPDATE_BYTES_PER_S if served or divided_work else 0.0
         place = f"estimate: {compact(prover.parameters)} parameters, {machine.source}"
         divided = place if trainers == 1 else f"{place}, {trainers} GPUs without their exchange"
-        on_worker = place if gpus == 1 else f"{place}, {gpus} GPUs without their exchange"
+        on_worker = place if parts == 1 else f"{place}, {parts} GPUs without their exchange"
         row_s, with_rows = prover.kv_bytes(number) * (prompt + mean / 2) / per_s, on_worker
-        if experiment.reference_served:  # a server reads each solution again, and no other meanwhile
-            row_s += 2.0 * prover.parameters * (1.0 + prompt / mean) / (gpus * flops)
+        if reference_asked(experiment, gpus):  # a server reads each solution again, and no other meanwhile
+            row_s += 2.0 * prover.parameters * (1.0 + prompt / mean) / (parts * flops)
             with_rows += ", with the reference's log-probs"
         found = {
             "mean_tokens": (mean, "assumed: half of rollout.max_tokens"),
@@ -284,7 +290,7 @@ class Inputs:
             "prompt_tokens": (prompt, "assumed"),
             "token_s": ((prover.parameters + apart) * number / per_s, on_worker),
             "row_s": (row_s, with_rows),
-            "request_s": (2.0 * prover.parameters * prompt / (gpus * flops), on_worker),
+            "request_s": (2.0 * prover.parameters * prompt / (parts * flops), on_worker),
             "train_token_s": (operations * prover.parameters * tokens / flops, divided),
             "other_s": (scores, f"estimate: {compact(verifier.parameters)} parameters, {machine.source}"),
             "read_s": (read, f"estimate: {compact(reader.parameters)} parameters" if reader else "no reader"),
@@ -390,8 +396,8 @@ GB = 1e9
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
     """`bounds`: of a batch, which has `training.minibatches` optimizer steps. `memory_gb`: of each GPU, or of the
-    machine, to compare `memory` with; None: unknown. `gpus`: their number; 0: a CPU. On a single GPU, trainer and
-    server share its memory. `run_s`: about the seconds of the whole game, without a warm start."""
+    machine, to compare `memory` with; None: unknown. `gpus`: their number; 0: a CPU. On a single GPU, trainer and a
+    server on the same machine share its memory. `run_s`: about the seconds of the whole game, without a warm start."""
 
     experiment: Experiment
     inputs: Inputs
@@ -441,21 +447,20 @@ class ExperimentPlan:
 
     @property
     def in_turns(self) -> bool:
-        """Whether a single GPU's server sleeps while the trainer works, so that the larger of both counts."""
-        return self.gpus == 1 and self.experiment.servers_rest
+        """Whether the server on the trainer's GPU sleeps while the trainer works, so that the larger of both counts."""
+        return shares_gpu(self.experiment, self.gpus) and self.experiment.servers_rest
 
     def available_gb(self, plan: MemoryPlan) -> float:
-        """What a stage may take of its GPU. A server takes only its share (serving.gpu_memory_utilization), and on a
-        single GPU leaves the rest to the trainer. If it sleeps, the trainer has nearly everything while it works, and
+        """What a stage may take of its GPU. A server takes only its share (serving.gpu_memory_utilization), and on the
+        trainer's GPU leaves the rest to it. If it sleeps, the trainer has nearly everything while it works, and
         keeps its weights and optimizer beside the server that samples."""
         memory_gb, share = self.memory_gb or math.inf, self.experiment.serving.gpu_memory_utilization
-        served = not isinstance(self.experiment.rollout.engine, TorchSampling)
         if plan.place == "server":
             beside = next(stage.between_steps for stage in self.memory if stage.positions) if self.in_turns else 0.0
             return min(memory_gb * share, memory_gb - beside / GB)
         if self.in_turns:
             return memory_gb - ASLEEP_BYTES / GB
-        return memory_gb * (1.0 - share) if served and self.gpus == 1 else memory_gb
+        return memory_gb * (1.0 - share) if shares_gpu(self.experiment, self.gpus) else memory_gb
 
 
 def plan_of(
@@ -473,10 +478,11 @@ def plan_of(
     ExperimentPlan."""
     in_process = isinstance(experiment.rollout.engine, TorchSampling)
     work = work_of(experiment, inputs, workers=workers)
-    work = replace(work, one_gpu=gpus == work.workers == 1 and not in_process)
+    work = replace(work, one_gpu=work.workers == 1 and shares_gpu(experiment, gpus))
     prompt = max(math.ceil(inputs["prompt_tokens"]), written_tokens(experiment.prompts))
     gpu_bytes = memory_gb * GB if memory_gb and gpus else None
     sizes: dict[str, Any] = {"prompt_tokens": prompt, "slots": work.slots, "gpu_bytes": gpu_bytes, "reader": reader}
+    sizes |= {"gpus": gpus}
     memory = memory_of(experiment, prover, verifier, **sizes)
     bounds = bounds_of(work)
     notes = [*warm_start(experiment, inputs), *not_modelled(experiment)]
@@ -526,7 +532,9 @@ def machine_here(experiment: Experiment) -> tuple[str, float, int]:
 
     found = torch.cuda.get_device_properties(pick_device(experiment.models.device))
     name = next((name for name in MACHINES if name.upper() in found.name.upper()), "l40s")
-    return name, found.total_memory / GB, torch.cuda.device_count()
+    # CUDA_VISIBLE_DEVICES hides the GPUs of servers.
+    count = max(torch.cuda.device_count(), len(glob("/dev/nvidia[0-9]*")))
+    return name, found.total_memory / GB, count
 
 
 def plan_here(
@@ -550,9 +558,10 @@ def plan_here(
     name, own_gb, count = gpu or "cpu", machine_named(gpu or "cpu").memory_gb, 1
     if not own_gb:
         name, own_gb, count = machine_here(experiment)
-    inputs = Inputs.assumed(experiment, prover, verifier, MACHINES[name], reader)
+    gpus = gpus or count
+    inputs = Inputs.assumed(experiment, prover, verifier, MACHINES[name], reader, gpus=gpus)
     inputs.assign(given)
-    how: dict[str, Any] = {"workers": workers, "memory_gb": memory_gb or own_gb, "gpus": gpus or count}
+    how: dict[str, Any] = {"workers": workers, "memory_gb": memory_gb or own_gb, "gpus": gpus}
     return plan_of(experiment, inputs, prover, verifier, reader, **how)
 
 

@@ -15,8 +15,8 @@ BILLION = ModelShape("one", 10, 1000, 500, 1000, 10**9, 40_000)
 SERVED: dict[str, Any] = {"name": "served", "rollout": {"engine": "vllm", "concurrency": 512, "max_tokens": 1000}}
 
 
-def assumed(data: dict[str, object] = SERVED) -> Inputs:
-    return Inputs.assumed(build_experiment(data), BILLION, BILLION, MACHINES["h100"])
+def assumed(data: dict[str, object] = SERVED, gpus: int = 1) -> Inputs:
+    return Inputs.assumed(build_experiment(data), BILLION, BILLION, MACHINES["h100"], gpus=gpus)
 
 
 def test_estimates_from_sizes_and_data_sheets() -> None:
@@ -43,10 +43,15 @@ def test_adapters_and_shared_prompts_save_operations_where_they_are_computed_so(
 def test_servers_with_adapters_compute_the_reference_in_place_of_the_trainer() -> None:
     """2 operations per weight, for every token of prompt and completion: a server reads each prompt again."""
     data = {"models": {"device": "cuda"}, "training": {"adapters": {"rank": 8}}, "weights": {"transport": "lora"}}
-    served, own = (assumed({**SERVED, **data, "rollout": {**SERVED["rollout"], "temperature": t}}) for t in (1.0, 0.9))
+    rows = [{**SERVED, **data, "rollout": {**SERVED["rollout"], "temperature": t}} for t in (1.0, 0.9)]
+    served, own = (assumed(row, gpus=2) for row in rows)
     assert own["train_token_s"] == pytest.approx(6e9 * (1 + 256 / 500 / 8) / (0.3 * 989e12))
     assert served["train_token_s"] == pytest.approx(4e9 * (1 + 256 / 500 / 8) / (0.3 * 989e12))
     assert served["row_s"] - own["row_s"] == pytest.approx(2e9 * (1 + 256 / 500) / (0.3 * 989e12))
+    # A server on the only GPU rests while the trainer works, and leaves the reference to it.
+    assert assumed(rows[0]).values == own.values
+    ahead = {**rows[0], "rollout": {**SERVED["rollout"], "prefetch": "fresh"}}
+    assert assumed(ahead)["row_s"] == served["row_s"]
 
 
 @pytest.mark.parametrize(("weights", "tokens", "written"), [({"sr": 1.0}, 500, 8), ({"cir": 1.0}, 256 + 9 * 500, 0)])

@@ -41,6 +41,7 @@ from pvg.models.compute import LiveBytes, autocast
 from pvg.models.heads import build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.models.packing import attention_as_on_a_gpu
+from pvg.planning import plan as planning
 from pvg.planning.memory import (
     ACTIVATIONS,
     CASTS,
@@ -360,11 +361,11 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 }
 
 
-def open_tiny(family: str, layers: int, rank: int) -> tuple[Any, Any]:
-    """A configuration, and its model with random weights or adapters to train."""
+def open_tiny(family: str, layers: int, rank: int, dtype: str = "float32") -> tuple[Any, Any]:
+    """A configuration, and its model with random weights of `dtype`, or float32 adapters on them, to train."""
     made, opened = FAMILIES[family]
     config = made(**SIZES, head_dim=16, num_hidden_layers=layers, vocab_size=50, eos_token_id=1, pad_token_id=0)
-    module = opened(config).requires_grad_(True)
+    module = opened(config).to(getattr(torch, dtype)).requires_grad_(True)
     if rank:
         pytest.importorskip("peft", reason="needs peft: pip install '.[lora]'")
         module = attach_adapters(LanguageModel(module, cast(Any, None), "tiny"), rank, 1.0, 0).module
@@ -392,18 +393,22 @@ def training_of(module: Any, head: str, rank: int, precision: str, lengths: tupl
     return module, objective, part
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rank", [0, 4])
+# Of the weights, of the passes, and adapters. Frozen weights in bfloat16 are those of GPUs.
+KINDS = [("float32", precision, rank) for precision in ("float32", "bfloat16") for rank in (0, 4)]
+KINDS += [("bfloat16", "bfloat16", 4)]
+
+
+@pytest.mark.parametrize(("dtype", "precision", "rank"), KINDS)
 @pytest.mark.parametrize(
     ("family", "player"), [*itertools.product(("llama", "qwen2", "qwen3"), PLAYERS), ("mistral", "prover")]
 )
 def test_what_autograd_saves_is_what_the_plan_counts(
-    family: str, player: str, rank: int, precision: str, tmp_path: Path
+    family: str, player: str, dtype: str, precision: str, rank: int, tmp_path: Path
 ) -> None:
     """Real tensors against those without memory, for the layers and for the rest."""
     lengths, saved = (16, 48), {}
     for layers in (2, 4):
-        config, module = open_tiny(family, layers, rank)
+        config, module = open_tiny(family, layers, rank, dtype)
         module, objective, part = training_of(module, PLAYERS[player], rank, precision, lengths)
         meter = SavedTensors(module)
         with autocast(precision, torch.device("cpu")), meter.forward():
@@ -414,7 +419,7 @@ def test_what_autograd_saves_is_what_the_plan_counts(
     shared = shares_prompts(build_experiment({}), shape, sum(lengths))
     assert shared == (family != "mistral")
     last = PLAYERS[player] == "scalar"
-    forward = Pass("float32", precision, rank, prompt=16, completion=48, shared=shared, last=last)
+    forward = Pass(dtype, precision, rank, prompt=16, completion=48, shared=shared, last=last)
     found, positions = activations_of(shape, forward), forward.positions
     of_layer = (saved[4] - saved[2]) / 2
     assert found.layer * positions + found.copies == pytest.approx(of_layer, rel=0.1)
@@ -422,20 +427,18 @@ def test_what_autograd_saves_is_what_the_plan_counts(
     rest = saved[2] - 2 * of_layer
     assert found.outside * positions == pytest.approx(rest, rel=0.1, abs=0 if shared else 0.1 * of_layer)
     of_plan = 28 * (found.layer * positions + found.copies) + found.outside * positions
-    print(
-        f"\n{family}, {player}, rank {rank}, {precision}: plan / counted = {of_plan / (26 * of_layer + saved[2]):.3f}"
-    )
+    ratio = of_plan / (26 * of_layer + saved[2])
+    print(f"\n{family}, {player}, {dtype}, rank {rank}, passes in {precision}: plan / counted = {ratio:.3f}")
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize(("dtype", "precision", "rank"), KINDS)
 @pytest.mark.parametrize("player", ["prover", "verifier with the last token"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_of_a_step_is_what_the_plan_counts(
-    checkpointing: bool, player: str, rank: int, precision: str, tmp_path: Path
+    checkpointing: bool, player: str, dtype: str, precision: str, rank: int, tmp_path: Path
 ) -> None:
     """Of the live bytes of real tensors, with what the backward pass of a layer needs besides what was saved."""
-    config, module = open_tiny("llama", 4 if PLAYERS[player] else 12, rank)  # with few, a short last layer shows
+    config, module = open_tiny("llama", 4 if PLAYERS[player] else 12, rank, dtype)  # with few, a short last layer shows
     module, objective, part = training_of(module, PLAYERS[player], rank, precision, (16, 48))
     if checkpointing:
         checkpoint_layers(module.eval())
@@ -446,7 +449,7 @@ def test_the_peak_of_a_step_is_what_the_plan_counts(
         loss.backward()  # type: ignore[no-untyped-call]
     config.save_pretrained(tmp_path)
     last = bool(PLAYERS[player])
-    model = ModelInTraining(shape_of(tmp_path, "llama"), rank, "float32", precision, checkpointing, last=last)
+    model = ModelInTraining(shape_of(tmp_path, "llama"), rank, dtype, precision, checkpointing, last=last)
     parts = training_parts(model, Pass("", "", prompt=16, completion=48, last=last).positions, 16, 48)
     counted = sum(parts[name] for name in (ACTIVATIONS, GRADIENTS, CASTS))
     assert counted == pytest.approx(live.peak, rel=0.1)
@@ -485,7 +488,7 @@ def test_micro_batches_fit_a_laptop_unless_they_are_chosen(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_micro_batches_are_sized_by_the_free_memory_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server's share is not free while it runs, but it sleeps while players train."""
+    """The share of a server on the trainer's GPU is not free while it runs, but it sleeps while players train."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     LlamaConfig(**sizes, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True).save_pretrained(tmp_path)
     model, whole, found = {"source": str(tmp_path)}, 80 * 10**9, SimpleNamespace(name="NVIDIA H100")
@@ -493,6 +496,8 @@ def test_micro_batches_are_sized_by_the_free_memory_of_a_gpu(tmp_path: Path, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    devices = ["/dev/nvidia0"]
+    monkeypatch.setattr(planning, "glob", lambda pattern: devices)
 
     def tokens(free: int, **settings: Any) -> int:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, whole))
@@ -505,6 +510,14 @@ def test_micro_batches_are_sized_by_the_free_memory_of_a_gpu(tmp_path: Path, mon
     served = {"rollout": {"engine": "vllm"}, "serving": {"gpu_memory_utilization": 0.8}}
     assert tokens(whole // 5, **served) == tokens(whole, **served)
     assert tokens(whole // 10, **served) <= tokens(whole, **served)
+
+    # Sampling ahead, a server on the trainer's GPU takes its share all the time. One on another GPU takes nothing.
+    ahead = {"rollout": {"engine": "vllm", "prefetch": "fresh"}}
+    assert tokens(whole, **ahead) < 16_384
+    for servers in (["http://10.0.0.2:8000"], ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]):
+        assert tokens(whole, **ahead, serving={"servers": servers}) == 16_384
+    devices.append("/dev/nvidia1")  # CUDA_VISIBLE_DEVICES leaves one to the trainer
+    assert tokens(whole, **ahead) == 16_384
 
 
 @pytest.mark.slow
