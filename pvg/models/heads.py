@@ -109,7 +109,7 @@ class VerifierModel(nn.Module, ABC):
 
         The solution is the tokens from `prompt_lengths[b]` to `lengths[b]`. `reference_B` is the result of `reference`
         for these rows; None: computed here if needed. `packed`: the model computes rows without padding, and what
-        they have in common once, for training. Then the last bits of a score depend on its batch.
+        they have in common once, and the rows are on the CPU. Then the last bits of a score depend on its batch.
 
         Raises ConfigurationError for rows longer than the model accepts, ModelClosedError after `close`.
         """
@@ -318,7 +318,7 @@ class ImplicitHead(VerifierModel):
         """The solutions' log-probs under `module`, float32 [B] in nats. The sum is in float64, because rows padded to
         another width are summed in another order, and the result must be the same bits."""
         if packed:
-            rows, starts_B = rows_of(input_ids_BL, lengths_B), prompt_lengths_B.cpu().numpy()
+            rows, starts_B = rows_of(input_ids_BL, lengths_B), prompt_lengths_B.numpy()
             logprobs_BL = shared_prompt_logprobs(module, rows, starts_B)
         else:
             logprobs_BL = completion_logprobs(module, input_ids_BL, lengths_B, prompt_lengths_B)

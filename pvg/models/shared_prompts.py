@@ -237,12 +237,13 @@ def packed_hidden(module: nn.Module, packed: PackedRows, fused_layers: bool) -> 
 
 
 def last_hidden(module: nn.Module, ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
-    """The decoder's last hidden state of each row's last token, [B, D]. Rows are padded on the right; what they have
-    in common is computed once. Differentiable. No row is longer than `longest_packed`."""
+    """The decoder's last hidden state of each row's last token, [B, D]. Rows are padded on the right, and on the CPU;
+    what they have in common is computed once. Differentiable. No row is longer than `longest_packed`."""
     # Packed rows lack their last token, so each gets one more. The last token that counts belongs to the completion.
     rows = [np.append(row, np.int32(0)) for row in rows_of(ids_BL, lengths_B)]
-    packed = pack_rows(rows, torch.minimum(prompt_lengths_B, lengths_B - 1).cpu().numpy(), ids_BL.device)
-    return hidden_of_ends(module, packed, shorter=ids_BL.device.type == "cpu")
+    device = next(module.parameters()).device
+    packed = pack_rows(rows, torch.minimum(prompt_lengths_B, lengths_B - 1).numpy(), device)
+    return hidden_of_ends(module, packed, shorter=device.type == "cpu")
 
 
 def hidden_of_ends(module: nn.Module, packed: PackedRows, *, shorter: bool) -> Tensor:
@@ -257,8 +258,8 @@ def hidden_of_ends(module: nn.Module, packed: PackedRows, *, shorter: bool) -> T
 
 
 def rows_of(ids_BL: Tensor, lengths_B: Tensor) -> list[Int32]:
-    """The rows that `pad_right` has padded."""
-    ids = ids_BL.cpu().numpy().astype(np.int32)
+    """The rows that `pad_right` has padded, on the CPU."""
+    ids = ids_BL.numpy().astype(np.int32)
     return [row[:length] for row, length in zip(ids, lengths_B.tolist(), strict=True)]
 
 

@@ -159,8 +159,9 @@ class PairObjective:
     def _scores(self, module: nn.Module, batch: VerifierBatch, rows: list[int]) -> Tensor:
         """The scores of these rows, [rows]; if they are packed, what they have in common is computed once."""
         device, packed = next(module.parameters()).device, int(batch.lengths_N[rows].max()) <= self._longest_packed
-        ids_RL, lengths_R = pad_right([batch.sequences[row] for row in rows], self._pad_id, device)
-        starts_R = torch.from_numpy(batch.prompt_lengths_N[rows]).to(device, torch.int64)
+        where = "cpu" if packed else device  # rows are packed on the CPU
+        ids_RL, lengths_R = pad_right([batch.sequences[row] for row in rows], self._pad_id, where)
+        starts_R = torch.from_numpy(batch.prompt_lengths_N[rows]).to(where, torch.int64)
         references_R = None if batch.references_N is None else torch.from_numpy(batch.references_N[rows]).to(device)
         scores_R: Tensor = module(ids_RL, lengths_R, starts_R, references_R, packed=packed)
         return scores_R

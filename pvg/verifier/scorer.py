@@ -204,7 +204,7 @@ class TorchBackend:
         sizes = {"token_budget": self._token_budget, "max_length": self._model.max_length}
         with torch.inference_mode(), span("score_service", device=True), autocast(self._precision, device):
             if packed:
-                batch = PaddedBatch(*pad_right(rows, pad_id, device), torch.tensor(starts, device=device))
+                batch = PaddedBatch(*pad_right(rows, pad_id), torch.tensor(starts))
             else:
                 batch = pad_batch(rows, starts, pad_id, device, **sizes)
             scores_B = self._model(*batch, self._reference(inputs, batch, packed), packed=packed)
