@@ -227,9 +227,10 @@ class Players:
         threads = counted(self.threads, "thread")
         return f"torch {torch.__version__} on {self.device.type}, {threads}{workers}"
 
-    async def ready(self, *, scoring: bool = True) -> None:
+    async def ready(self, *, scoring: bool = True, longest: int = 0) -> None:
         """Wait until the engine can serve, and with `scoring` the verifier's servers too. An engine that does not know
         its weights gets the base prover's. This tests the whole path of a weight update before the game depends on it.
+        `longest`: see Engine.ready.
 
         Then keeps the garbage collector from stopping the event loop (`CalmCollector`).
         """
@@ -240,7 +241,7 @@ class Players:
 
             assert isinstance(self.engine, VllmEngine)
             await self.servers.start(self.engine.served)
-        await self.engine.ready()
+        await self.engine.ready(longest)
         if scoring and self.verifier_serving is not None:
             await self.verifier_serving.ready()
         if self.engine.version < 0:
@@ -269,7 +270,7 @@ class Players:
     async def base_policy(self) -> AsyncIterator[Dispatcher]:
         """The base prover, which samples on a torch engine of its own."""
         rollout, sampling, dtype = self._experiment.rollout, self.dispatcher.sampling, self._experiment.sampling_dtype
-        await self.compute(partial(self.base.module.to, self.device))
+        await self.compute(partial(self.base.move, self.device))
         engine = open_engine(EngineSetup(rollout, self.base, self.executor, SilentEvents(), dtype=dtype))
         try:
             yield Dispatcher(engine, self.task, self.base.tokenizer, sampling, rollout.concurrency)
@@ -303,7 +304,8 @@ class Players:
         """Keep the base prover's weights on the CPU in a phase in which no adapters of this process are on them."""
         needed = self._experiment.verifier_is_on_base or self._experiment.samples_on_base
         needed |= phase is Phase.TRAIN_PROVER and self.adapters.rank > 0
-        await self.compute(partial(self.base.module.to, self.device if needed and self.workers is None else "cpu"))
+        here = needed and self.workers is None
+        await self.compute(partial(self.base.move, self.device if here else torch.device("cpu")))
         await self.compute(self.base.rest)
 
     def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:

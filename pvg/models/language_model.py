@@ -159,6 +159,13 @@ class LanguageModel(Closing):
         # Only weights: positions times frequencies of 16 bits are wrong by radians in long rows.
         return LanguageModel(module.to(device=device), self.tokenizer, self.name)
 
+    def move(self, device: torch.device) -> None:
+        """Move the weights. What they take of a GPU that they leave is free for other processes."""
+        left = self.device
+        self.module.to(device)
+        if left.type == "cuda" and device.type != "cuda":
+            torch.cuda.empty_cache()
+
     def rest(self) -> None:
         """Take no memory for weights that are as a file has them, until they are read again. Call it when no pass is
         going to read them soon, in the thread that changes weights."""

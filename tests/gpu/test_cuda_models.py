@@ -97,3 +97,11 @@ def test_tf32_only_where_the_precision_is_reduced(cuda: torch.device) -> None:
     assert errors[1] < 1e-4
     if torch.cuda.get_device_capability(cuda) >= (8, 0):
         assert errors[0] > 5 * errors[1]
+
+
+def test_weights_that_leave_a_gpu_leave_its_memory_to_other_processes(cuda: torch.device) -> None:
+    before = torch.cuda.memory_reserved(cuda)
+    with random_model(SMALL.whole, cuda, torch.float32) as model:
+        assert torch.cuda.memory_reserved(cuda) > before
+        model.move(CPU)
+        assert torch.cuda.memory_reserved(cuda) <= before
