@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,19 @@ def complaint(tmp_path: Path, *overrides: str, text: str = "") -> ConfigurationE
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_experiments_are_valid_and_named_after_their_file(path: Path) -> None:
     assert load_experiment(path).name == path.stem
+
+
+def test_the_experiment_for_a_gpu_has_room_for_solutions_and_repeats_no_default() -> None:
+    data = tomllib.loads(find_experiment("qwen-gsm8k-lora").read_text())
+    assert data["rollout"]["max_tokens"] >= 768  # 320 would cut about half of the solutions
+    whole, repeated = build_experiment(data), []
+    for section, values in data.items():
+        for key in values if isinstance(values, dict) else ():
+            other = copy.deepcopy(data)
+            del other[section][key]
+            with suppress(ConfigurationError):  # it is needed
+                repeated += [f"{section}.{key}"] * (build_experiment(other) == whole)
+    assert repeated == []
 
 
 # --- reading and overriding ------------------------------------------------------------------------------------------

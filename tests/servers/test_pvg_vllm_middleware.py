@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
@@ -454,6 +455,28 @@ def test_tokens_come_in_arrays_of_11_bytes_each_if_asked_for(monkeypatch: pytest
     assert read_prompt_logprobs(reply, np.array([1, 2, 3], np.int32), "u")[0].tolist() == [-0.5, -9999.0]
     assert [json.loads(event.removeprefix("data: ")) for event in streamed[:-1]] == [500, 1000, 1500, reply]
     assert streamed[-1] == "data: [DONE]\n\n"
+
+
+def test_a_long_reply_is_read_in_as_many_calls_of_python_as_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = Serving()
+    routes.answer_in_arrays(serving)
+
+    async def ask() -> Any:
+        reply: Any = await serving.serve_tokens_full_generator(asking(ARRAYS), serving.results(1), "r")
+        return json.loads((await pieces_of(reply))[0])
+
+    counts = []
+    for tokens in (2_000, 20_000):
+        monkeypatch.setattr(Serving, "ids", tuple(range(100_000, 100_000 + tokens)))
+        reply, called = asyncio.run(ask()), list[str]()
+        sys.setprofile(lambda frame, event, _, called=called: called.append(event))
+        try:
+            found = read_generated(reply, "u")
+        finally:
+            sys.setprofile(None)
+        assert len(found.token_ids) == tokens
+        counts.append(sum(event in ("call", "c_call") for event in called))
+    assert counts[0] == counts[1] < 200
 
 
 def test_other_token_requests_are_answered_as_vllm_does_and_errors_stay_errors() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+import torch
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import assign, build_experiment, read_override
 from pvg.config.operation import AutoCluster, LocalCluster, NoCluster, RayCluster
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
-from pvg.workers import choice
+from pvg.workers import choice, process
 from pvg.workers.choice import cluster_settings, open_supply, with_workers
+from pvg.workers.frames import Frame
 
 
 @pytest.fixture(autouse=True)
@@ -123,3 +128,32 @@ def test_limits_of_the_number_of_processes_decide_an_open_number_of_shards():
     begun = build_experiment({"cluster": {"kind": "local", "workers": 2}})
     assert with_workers(build_experiment({"cluster": limits}), begun).cluster.workers == 2
     build_experiment({"cluster": {"kind": "ray", "address": "10.0.0.1:6379", "max_workers": 3}})
+
+
+@pytest.mark.parametrize(("gpus", "worker", "number"), [(1, 0, 0), (8, 5, 5), (2, 3, 1)])
+def test_worker_k_computes_on_gpu_k_of_its_machine(gpus, worker, number, monkeypatch):
+    opened = []
+
+    def open_model(source, device, dtype):
+        opened.append((str(device), dtype))
+        raise MissingRequirementError("this test has no GPU")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: opened.append(str(device)))
+    monkeypatch.setattr(process, "open_model", open_model)
+    adapters = {"adapters": {"rank": 4}}
+    settings = {"models": {"dtype": "bfloat16"}, "training": adapters, "verifier": {**adapters, "head": "scalar"}}
+    plain = build_experiment(settings).plain()
+
+    async def start():
+        answers = asyncio.Queue()
+        with ThreadPoolExecutor(1) as executor:
+            there = process.Worker(answers.put_nowait, executor)
+            there.take(Frame("start", {"id": 1, "experiment": plain, "device": "cuda", "worker": worker}))
+            answer = await answers.get()
+            await there.leave()
+        return answer
+
+    answer = asyncio.run(start())
+    assert opened == [f"cuda:{number}", (f"cuda:{number}", "bfloat16")]
+    assert answer.fields["message"] == "this test has no GPU"
