@@ -574,6 +574,11 @@ def _warmup(experiment: AllSections) -> Iterator[str]:
             "weights.transport = 'lora' sends only adapters, so the servers would not have the warmed prover below "
             "them; set it to 'filesystem', or start from a run that is warm: models.prover.source = 'run:NAME/warmup'"
         )
+    if experiment.models.dtype == "bfloat16" and experiment.training.adapters.rank:
+        yield (
+            "a warm start adds its adapters to weights in models.dtype = 'bfloat16', which rounds small updates away; "
+            "set models.dtype to 'float32' and models.precision to 'bfloat16'"
+        )
 
 
 IMPOSSIBLE = (

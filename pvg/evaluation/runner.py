@@ -371,7 +371,7 @@ class RoundParts:
                 self.source,
                 of,
                 [r for r in await sampled(self.context, self.own) if r.role is Role.HELPFUL],
-                lambda: read_prover(self.context, self.source)[0],
+                partial(read_prover, self.context, self.source),
             )
             totals = [found for _, found in baseline.points]
             estimate = await self._compute(lambda: tax(policy, totals, self._draws))

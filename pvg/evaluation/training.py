@@ -82,9 +82,6 @@ class PolicyTraining:
         """The policy that was saved after `steps` steps."""
         return read_policy(OpenedRun.open(RunDirectory(self.folder(context))), policy_name(steps))
 
-    def tensors(self, context: EvaluationContext, steps: int) -> dict[str, Tensor]:
-        return self.read(context, steps)[0]
-
     async def publish(self, context: EvaluationContext, steps: int, version: int) -> None:
         """Give a saved policy to the engine as `version`."""
         tensors, adapter = await context.players.compute(partial(self.read, context, steps))
@@ -211,12 +208,12 @@ async def policy_totals(
     name: str,
     of: str,
     helpful: Sequence[Rollout],
-    read: Callable[[], Mapping[str, Tensor]] | None,
+    read: Callable[[], tuple[Mapping[str, Tensor], LowRankAdapter | None]] | None,
     *,
     shown: bool = False,
 ) -> PolicyTotals:
     """The accuracy of a policy and its KL to the base prover, from its `helpful` samples, whose digest is `of`.
-    Computed once and stored. `read` returns the policy's weights; None is the base prover itself, with KL 0. `shown`:
+    Computed once and stored. `read` returns the policy; None is the base prover itself, with KL 0. `shown`:
     as a phase of its own, because two forward passes of a larger model take minutes."""
 
     async def work() -> Any:
@@ -226,7 +223,7 @@ async def policy_totals(
         kl_N = (
             np.zeros(len(helpful))
             if read is None
-            else await context.players.compute(lambda: _kl(context, helpful, read()))
+            else await context.players.compute(lambda: _kl(context, helpful, *read()))
         )
         if shown:
             context.observer.phase_finished(info, {})
@@ -236,21 +233,32 @@ async def policy_totals(
     return PolicyTotals(*(np.array(found[key], dtype=np.float64) for key in ("kl", "correct", "tokens", "solutions")))
 
 
-def _kl(context: EvaluationContext, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]) -> Any:
+def _kl(
+    context: EvaluationContext,
+    rollouts: Sequence[Rollout],
+    tensors: Mapping[str, Tensor],
+    adapter: LowRankAdapter | None,
+) -> Any:
     """float64 [N]: sum over a solution's tokens of log pi - log start, in nats. Runs in the compute thread.
 
     In a dialogue only the tokens of the solution count. This is the KL between the distributions of solutions: it does
     not depend on the questions, and a change of the answers adds nothing. Correctness refers to the solution too.
     """
+    import torch
+
     experiment, base = context.experiment, context.players.base
     batch = _batch(rollouts)
     training, _ = fitted(experiment.training, base.module, int(batch.lengths_N.max()))
     settings = ForwardSettings.of(training, experiment.rollout.temperature, base.tokenizer.pad_id)
     settings = replace(settings, precision="float32", router_replay=False)
-    with base.copy() as policy:
+    with base.copy(torch.float32) as policy:
+        start = recompute_logprobs(policy.module, batch, settings)
+        if adapter is not None:  # merged weights of 16 bits are rounded
+            from pvg.models.adapters import with_adapter
+
+            tensors = with_adapter(policy.weights(), adapter)
         policy.load_weights(tensors)
         own = recompute_logprobs(policy.module, batch, settings)
-    start = recompute_logprobs(base.module, batch, settings)
     return np.array([float(np.sum(p.astype(np.float64) - b)) for p, b in zip(own, start, strict=True)])
 
 
@@ -385,7 +393,7 @@ async def baseline_of(context: EvaluationContext, start: SampleSet) -> Correctne
         wanted = SampleSet(f"{UNIT}-{steps:06d}", 0, pool, (Role.HELPFUL,), size, policy, load)
         rollouts = await sampled(context, wanted)
         marks.append(digest_of(context, wanted))
-        read = partial(training.tensors, context, steps)
+        read = partial(training.read, context, steps)
         totals = await policy_totals(context, wanted.name, marks[-1], rollouts, read, shown=True)
         points.append((f"step {steps}", totals))
     return CorrectnessBaseline(points, digest("baseline", marks))

@@ -33,7 +33,7 @@ from pvg.game.statistics import RolloutColumns, shares_of
 from pvg.inputs import expanded
 from pvg.models import open_model
 from pvg.models.heads import GenerativeHead, ImplicitHead, ScalarHead, VerifierModel, YesTokenHead
-from pvg.models.language_model import LanguageModel, without_progress_bars
+from pvg.models.language_model import LanguageModel, LowRankAdapter, without_progress_bars
 from pvg.models.logprobs import finish_logits
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Role, source_of_round
@@ -190,16 +190,25 @@ def _common(finished: FinishedRound, player: Player, source: str) -> dict[str, A
 def _write_prover(finished: FinishedRound, folder: Path, merge: bool) -> dict[str, Any]:
     models, adapters = finished.experiment.models, adapter_name(finished.prover_name)
     facts = _common(finished, "prover", models.prover.source)
-    facts["dtype"] = models.dtype
+    whole = merge or adapters not in finished.weights
+    # The merged weights of a run in 16 bits are rounded.
+    exact = whole and adapters in finished.weights and models.dtype == "bfloat16"
+    dtype = facts["dtype"] = "float32" if exact else models.dtype
     facts["prompts"] = finished.experiment.prompts.kind
-    with open_model(models.prover, CPU, models.dtype) as model:
+    with open_model(models.prover, CPU, dtype) as model:
         facts["example_prompts"] = example_prompts(finished, model.tokenizer)
-        if adapters in finished.weights and not merge:
+        if not whole:
             facts["form"] = "adapter"
             _write_adapter(finished, adapters, folder)
         else:
             facts["form"] = "model"
-            model.load_weights(finished.read_weights(finished.prover_name)[0])
+            if exact:
+                from pvg.models.adapters import load_sum
+
+                tensors, meta = finished.read_weights(adapters)
+                load_sum(model, LowRankAdapter(tensors, meta["config"]))
+            else:
+                model.load_weights(finished.read_weights(finished.prover_name)[0])
             _set_generation(model, finished)
             _write_module(model.module, folder, facts)
         model.tokenizer.save(folder)

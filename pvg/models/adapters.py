@@ -169,9 +169,15 @@ class AdaptedModel(LanguageModel):
         super().close()
 
     def copy(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> LanguageModel:
-        """An independent model with the adapters merged into its weights."""
-        merged = self.start().copy(dtype, device)
-        merged.load_weights(self.weights())
+        """An independent model with the adapters merged into its weights. Without a `dtype`, and with frozen weights of
+        16 bits, it has float32: small updates would be rounded away."""
+        frozen = self.start()
+        if frozen.dtype.itemsize > 2:
+            merged = frozen.copy(dtype, device)
+            merged.load_weights(self.weights())
+        else:
+            merged = frozen.copy(dtype or torch.float32, device)
+            merged.load_weights(with_adapter(merged.weights(), self.adapter()))
         merged.require_gradients()
         return merged
 
@@ -265,6 +271,16 @@ def round_products(module: PreTrainedModel, precision: DataType, *, head: bool =
     wide = {weight for weight in products if weight.dtype.itemsize > dtype.itemsize}
     for weight in module.parameters() if wide else ():
         weight.data = weight.data.to(dtype if weight in wide else None, copy=True)
+
+
+def load_sum(model: LanguageModel, adapter: LowRankAdapter | None) -> None:
+    """Load the sum of the weights of `model`, with the values that they have in bfloat16, and of an adapter that was
+    trained on these. The model has float32."""
+    with torch.no_grad():
+        for weight in model.module.parameters():
+            weight.copy_(weight.bfloat16())
+    if adapter is not None:
+        model.load_weights(with_adapter(model.weights(), adapter))
 
 
 def _check(model: LanguageModel, rank: int, section: str) -> None:

@@ -34,12 +34,12 @@ from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
 from pvg.models.compute import explained, return_freed_memory
 from pvg.models.heads import VerifierModel, build_verifier
-from pvg.models.language_model import LanguageModel, context_of, without_progress_bars
+from pvg.models.language_model import LanguageModel, LowRankAdapter, context_of, without_progress_bars
 from pvg.models.logprobs import mark_without_head
 from pvg.models.tokenizer import Tokenizer
 from pvg.seeds import seed_for
 from pvg.store.checkpoints import TENSORS_FILE, read_checkpoint
-from pvg.store.run_players import SavedPlayer, find_player
+from pvg.store.run_players import SavedPlayer, adapter_name, find_player
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,8 +61,23 @@ def open_saved_player(section: ModelSection, open_base: Callable[[ModelSection],
     with naming_the_run(section.source, saved):
         base = open_base(saved.section)
     try:
-        with torch.no_grad():
+        player = saved.experiment.verifier if saved.player == "verifier" else saved.experiment.training
+        apart = saved.experiment.models.dtype == "bfloat16" and player.adapters.rank > 0
+        if apart and base.dtype.itemsize <= 2:
+            raise ConfigurationError(
+                f"{section.source!r} has adapters on weights in bfloat16; a sum in bfloat16 would lose small updates.",
+                "Set models.dtype to 'float32', and models.precision to 'bfloat16' for speed.",
+            )
+        if apart:
+            from pvg.models.adapters import load_sum
+
+            adapter = None
             if saved.player == "prover":
+                low_rank, meta = read_checkpoint(saved.run.weights, adapter_name(saved.weights))
+                adapter = LowRankAdapter(low_rank, meta["config"])
+            load_sum(base, adapter)
+        with torch.no_grad():
+            if saved.player == "prover" and not apart:
                 base.load_weights(tensors)
             model = base if saved.player == "prover" else _verifier(saved, base, tensors)
     except BaseException:

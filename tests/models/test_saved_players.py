@@ -13,19 +13,21 @@ import torch
 from game.kill_drill import TINY_PROVER, small_experiment
 
 import pvg
-from pvg.config.base import RunId, parse_run_id
+from pvg.config.base import Player, RunId, parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.config.training import Models, ModelSection
-from pvg.errors import StateError, UsageError
+from pvg.errors import ConfigurationError, StateError, UsageError
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import export_player
 from pvg.models import open_model
+from pvg.models.adapters import with_adapter
+from pvg.models.language_model import LowRankAdapter
 from pvg.models.sources import open_without_weights
 from pvg.planning.memory import read_shape
 from pvg.servers.command import make_folder
 from pvg.store.checkpoints import read_checkpoint, write_checkpoint
-from pvg.store.run_players import find_player, pinned_players, pinned_players_as
+from pvg.store.run_players import adapter_name, find_player, pinned_players, pinned_players_as
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +38,8 @@ LORA = {"training.adapters.rank": 2, "verifier.adapters.rank": 2, "verifier.head
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Two finished runs in runs/: `base` trains all weights in two rounds, `lora` adapters in one."""
+    """Three finished runs in runs/: `base` trains all weights in two rounds, `lora` adapters in one, and `apart`
+    adapters on weights in bfloat16."""
     with pytest.MonkeyPatch.context() as patch:
         made = tmp_path_factory.mktemp("players")
         patch.chdir(made)
@@ -45,6 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         pvg.play("small.toml", {**SMALL, "game.rounds": 2}, name="base")
         models = {f"models.{player}.source": str(made / "llama") for player in ("prover", "verifier")}
         pvg.play("small.toml", {**SMALL, **LORA, **models}, name="lora")
+        small_steps = {"models.dtype": "bfloat16", "training.learning_rate": 1e-5, "verifier.learning_rate": 1e-5}
+        pvg.play("small.toml", {**SMALL, **LORA, **models, **small_steps}, name="apart")
         yield made
 
 
@@ -118,6 +123,41 @@ def test_a_verifier_is_its_language_model_with_merged_adapters(folder: Path) -> 
                 assert any(not torch.equal(tensor, trained[name]) for name, tensor in start.weights().items())
     finally:
         verifier.close()
+
+
+def of_adapters(player: str) -> dict[str, torch.Tensor]:
+    """The weights of a player of `apart`, its start and its adapters added up in float32."""
+    finished = FinishedRound.open(pvg.Run("runs/apart").directory)
+    if player == "verifier":
+        verifier, _ = finished.read_verifier(CPU)
+        adapter, start = verifier._language_model.adapter(), verifier.start_model()
+    else:
+        tensors, meta = finished.read_weights(adapter_name(finished.prover_name))
+        adapter = LowRankAdapter(tensors, meta["config"])
+        start = open_model(finished.experiment.models.prover, CPU, "bfloat16")
+    return {name: weight.float() for name, weight in with_adapter(start.copy(torch.float32).weights(), adapter).items()}
+
+
+@pytest.mark.parametrize("player", ["prover", "verifier"])
+def test_small_updates_of_adapters_on_bfloat16_weights_reach_who_opens_the_player(
+    player: Player, folder: Path, tmp_path: Path
+) -> None:
+    """Added up in bfloat16, most of them would be lost."""
+    wanted, finished = of_adapters(player), FinishedRound.open(pvg.Run("runs/apart").directory)
+    facts = export_player(finished, player, tmp_path / "exported", merge=True)
+    section = ModelSection(source=f"run:apart/{player}")
+    with open_model(section, CPU) as model:
+        found = model.weights()
+        assert {name: tensor.dtype for name, tensor in found.items()} == dict.fromkeys(wanted, torch.float32)
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in wanted.values())
+    if player == "prover":
+        assert facts["dtype"] == "float32"
+        with open_model(ModelSection(source=str(tmp_path / "exported")), CPU) as model:
+            assert all(torch.equal(model.weights()[name], tensor) for name, tensor in wanted.items())
+    with pytest.raises(ConfigurationError, match="small updates") as caught:
+        open_model(section, CPU, "bfloat16")
+    assert "models.dtype" in caught.value.remedy
 
 
 def test_a_run_trains_from_the_players_of_another_run(folder: Path) -> None:
