@@ -79,7 +79,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         check_torch(sys.executable, any_device=arguments.any_device)
-        print(prepared(arguments.folder, requirements(ROOT), arguments.wheels))
+        print(prepared(arguments.folder, requirements(ROOT, arguments.wheels), arguments.wheels))
     except EnvironmentProblemError as problem:
         print(f"make gpu: {problem}", file=sys.stderr)
         return EXIT_ENVIRONMENT
@@ -108,8 +108,9 @@ def torch_of(python: str) -> tuple[str, str, list[str]]:
     return version, file, gpus
 
 
-def requirements(root: Path) -> list[str]:
-    """What pvg, its extra `lora` and the tests need, such as "numpy>=2.1", except torch."""
+def requirements(root: Path, wheels: Path | None = None) -> list[str]:
+    """What pvg, its extra `lora` and the tests need, such as "numpy>=2.1", except torch; and TRL if its wheel is in
+    `wheels`."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["lora"]]
@@ -117,6 +118,7 @@ def requirements(root: Path) -> list[str]:
     plain = [line.partition(";")[0].strip() for line in wanted]  # the only marker excludes Windows
     # The installed transformers refuses some versions of this one, and no part uses the hub.
     plain = ["huggingface-hub" if _name(line) == "huggingface-hub" else line for line in plain]
+    plain += ["trl"] * (wheels is not None and any(wheels.glob("trl-*.whl")))
     return [line for line in plain if _name(line) != "torch"]
 
 

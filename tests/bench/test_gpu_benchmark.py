@@ -62,6 +62,9 @@ def test_a_python_with_all_packages_is_used_as_it_is(tmp_path: Path) -> None:
     wanted = requirements(ROOT)
     assert {"numpy>=2.1", "uvloop>=0.21", "peft>=0.18", "huggingface-hub"} <= set(wanted)  # no markers, no torch
     assert not [line for line in wanted if line.startswith("torch")]
+    assert requirements(ROOT, tmp_path) == wanted
+    (tmp_path / "trl-1.16.0-py3-none-any.whl").touch()
+    assert requirements(ROOT, tmp_path) == [*wanted, "trl"]
     assert prepared(tmp_path / "new", wanted, None) == sys.executable
     assert not (tmp_path / "new").exists()
 
