@@ -5,32 +5,40 @@ both splits or comes twice. A completion's answer is the content of its last `<a
 
 Some graders pass the answer to Python's `eval` or to sympy's parser. A model that is rewarded for whatever the grader
 accepts may write code, so `refusal` lets only harmless answers pass. It also refuses `nan`, because a grader's test for
-"the distance is too large" is false for it. Datasets whose graders cannot be made safe are not opened
-(`UNSAFE_GRADERS`). All this was found by reading and trying reasoning-gym 0.1.19."""
+"the distance is too large" is false for it, and numbers with more digits than an answer has, because some graders
+repeat a move as often as a number says. Some graders accept wrong answers, such as `-18` for 18: what they accept must
+also have the reference's value (`VALUES`). Datasets whose graders cannot be made safe are not opened
+(`UNSAFE_GRADERS`), nor those that accept one text for most problems (`Dataset.constant`). All this was found by reading
+and trying reasoning-gym 0.1.19."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import hashlib
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from itertools import zip_longest
 from typing import Any
 
 import orjson
 
 from pvg.config.task import ReasoningGymTask
-from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.errors import ConfigurationError, MissingRequirementError, shortened
 from pvg.installation import install_extra
 from pvg.records import Grade, Problem, Split
+from pvg.tasks.answers import extract, parse_number
 from pvg.tasks.data import tagged
+from pvg.tasks.expressions import value_of
 from pvg.tasks.task import tag_wording
 
 # Correct answers are short. Graders parse, compare and permute answers, not always in linear time.
 LONGEST_ANSWER = 4000
-LONGEST_FORMULA = 600
+LONGEST_SHORT = 600
 
 # Letters that occur in these datasets' answers and name no variable of a grader, or quoted words in brackets. Neither
 # can call, loop or look up anything.
@@ -41,14 +49,39 @@ ARITHMETIC = re.compile(r"(?>(?:[-+().0-9\s]|\*(?!\s*\*)|/(?!\s*/))*)")
 POLYNOMIAL = re.compile(
     r"(?>(?:[-+()0-9\s]|[a-zA-Z](?![A-Za-z0-9_(])(?:\s?\*\*\s?[0-9]{1,2}+(?![0-9]|\s*\*\*))?|\*(?!\s*\*))*)"
 )
+GRID = re.compile(r"[01\s]*+")
+# Digits of a whole number, unless the reference has longer ones: a count of steps, of turns, and in general.
+STEPS, TURNS, MOST_DIGITS = 2, 1, 12
+WHOLE = re.compile(r"(?<![.\d])\d++")
+POWER_OF_TEN = re.compile(r"[eE][-+]?[\d_]{4}")
 NOT_FINITE = re.compile(r"\b(?:nan|inf|infinity)j?\b", re.IGNORECASE)
 
 SCREENS = {
     **dict.fromkeys(("n_queens", "binary_matrix", "spiral_matrix", "string_insertion"), (LIST, "no plain list")),
     **dict.fromkeys(("countdown", "puzzle24"), (ARITHMETIC, "not plain arithmetic")),
     "polynomial_multiplication": (POLYNOMIAL, "no plain polynomial"),
+    "kakurasu": (GRID, "no grid of 0 and 1"),
 }
-FORMULAS = frozenset({"countdown", "puzzle24", "polynomial_multiplication"})
+SHORT = frozenset({"countdown", "puzzle24", "polynomial_multiplication", "rubiks_cube"})
+DIGITS = {"rush_hour": STEPS, "rubiks_cube": TURNS}
+
+
+def _words(text: str) -> list[str]:
+    return text.lower().split()
+
+
+# The value of an answer, which must be that of the reference. These graders compare only beginnings, absolute values,
+# or numbers up to 1.
+VALUES: dict[str, Callable[[str], Any]] = {
+    "coin_flip": lambda text: f"{float(Fraction(text.replace(',', ''))):.4g}",  # references have 10 digits
+    "game_of_life": json.loads,
+    "gsm_symbolic": lambda text: (found := extract(f"#### {text}")) and found.value,
+    "letter_jumble": _words,
+    "number_sorting": lambda text: [Decimal(str(number)) for number in json.loads(text.replace("'", '"'))],
+    "puzzle24": lambda text: (value_of(text), sorted(re.findall(r"[0-9.]+", text))),
+    "spell_backward": _words,
+    "word_sorting": lambda text: re.split(r",\s*", text.strip()),
+}
 
 SIMPLIFIES = "its grader lets sympy simplify the model's answer, which may never end"
 UNSAFE_GRADERS = {
@@ -61,17 +94,25 @@ UNSAFE_GRADERS = {
 def refusal(dataset: str, answer: str, reference: str) -> str:
     """Why the grader of `dataset` must not see `answer`; "" if it may. The reference itself is always allowed."""
     reason = ""
-    longest = LONGEST_FORMULA if dataset in FORMULAS else LONGEST_ANSWER
+    longest = LONGEST_SHORT if dataset in SHORT else LONGEST_ANSWER
     if answer == reference:
         reason = ""
     elif len(answer) > max(longest, 4 * len(reference)):
         reason = "far too long"
     elif NOT_FINITE.search(answer) and not NOT_FINITE.search(reference):
         reason = "not a finite number"
+    elif _digits(answer) > max(_digits(reference), DIGITS.get(dataset, MOST_DIGITS)) or (
+        POWER_OF_TEN.search(answer) and not POWER_OF_TEN.search(reference)
+    ):
+        reason = "a number in it is too large"
     elif dataset in SCREENS:
         allowed, complaint = SCREENS[dataset]
         reason = "" if allowed.fullmatch(answer) else complaint
     return reason
+
+
+def _digits(text: str) -> int:
+    return max(map(len, WHOLE.findall(text)), default=0)
 
 
 # --- the task ---------------------------------------------------------------------------------------------------------
@@ -87,8 +128,11 @@ ORDERED_BY_HASH = frozenset({"isomorphic_strings", "knight_swap", "polynomial_mu
 ORDERED_BY_SIZE = frozenset({"acre"})
 WORDING = tag_wording("answer", "11", "9")
 OWNED_SETTINGS = ("seed", "size")
-# A meaningless answer. If a grader accepts it (at the set threshold), its labels are useless.
-NONSENSE = "<answer>?</answer>"
+# A grader's labels are useless if it accepts, at the set threshold, NONSENSE for any problem, or for more than half of
+# PROBED problems one of CONSTANTS, the reference of another problem, or their references with the other sign.
+NONSENSE = "?"
+CONSTANTS = ("0", "1", "-1", "6*4*1*1")
+PROBED, FEWEST = 8, 4
 # Errors that graders raise for answers that they cannot read.
 UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -106,19 +150,20 @@ class ReasoningGym:
     def problems(self, split: Split) -> Iterator[Problem]:
         """As many problems as the section sets, with distinct questions, none of them in both splits.
 
-        Raises ConfigurationError if a dataset has too many repetitions, or if its grader accepts nonsense.
+        Raises ConfigurationError if a dataset has too many repetitions, or if its grader accepts one answer for all.
         """
         if split not in self._made:
             # The test problems come first, so they do not change with `problems`.
             taken = {problem.question for problem in self.problems("test")} if split == "train" else set()
             parts = [dataset.distinct(split, taken) for dataset in self._datasets.values()]
             made = [problem for turn in zip_longest(*parts) for problem in turn if problem is not None]
-            if problem := next((problem for problem in made if self.grade(problem, NONSENSE).correct), None):
-                raise ConfigurationError(
-                    f"reasoning-gym's grader of {problem.metadata['dataset']!r} accepts '?' as a correct answer at "
-                    f"task.threshold = {self._section.threshold}.",
-                    "Raise task.threshold, or use another task.dataset.",
-                )
+            for (name, dataset), part in zip(self._datasets.items(), parts, strict=True):
+                if (text := dataset.constant(part)) is not None:
+                    raise ConfigurationError(
+                        f"reasoning-gym's grader of {name!r} accepts {shortened(repr(text))} as a correct answer at "
+                        f"task.threshold = {self._section.threshold}.",
+                        "Raise task.threshold, or use another task.dataset.",
+                    )
             self._made[split] = made
         return iter(self._made[split])
 
@@ -155,12 +200,29 @@ class Dataset:
             return Grade(correct=False, well_formed=True, answer=answer, note=f"answer refused: {reason}")
         try:
             score = float(self._opened["train"].score_answer(answer, problem.metadata["entry"]))
+            value = VALUES.get(self._name) if score >= 1 else None
+            if value is not None and value(answer) != value(problem.answer):
+                return Grade(False, well_formed=True, answer=answer, note="its grader accepts this wrong answer")
         except UNREADABLE as error:
             note = f"answer unreadable for its grader ({type(error).__name__})"
             return Grade(correct=False, well_formed=True, answer=answer, note=note)
         correct = score >= self._threshold
         partial = f"score {score:.2f} of {self._threshold:.2f}" if not correct and score > 0 else ""
         return Grade(correct, well_formed=True, answer=answer, note=partial)
+
+    def constant(self, problems: Sequence[Problem]) -> str | None:
+        """An answer that the grader accepts although it is no answer, or wrong for most problems."""
+        if any(self.grade(problem, NONSENSE).correct for problem in problems):
+            return NONSENSE
+        some = problems[:PROBED]
+        texts = [[text] * len(some) for text in (*CONSTANTS, *(problem.answer for problem in some))]
+        for row in (*texts, [_opposite(problem.answer) for problem in some]):
+            tried = [
+                (problem, text) for problem, text in zip(some, row, strict=True) if text not in ("", problem.answer)
+            ]
+            if len(tried) >= FEWEST and sum(self.grade(*each).correct for each in tried) > len(tried) / 2:
+                return tried[0][1]
+        return None
 
     def _open(self, split: Split) -> Any:
         key = f"0/{split}".encode()
@@ -201,6 +263,11 @@ class Dataset:
         if self._name in ORDERED_BY_SIZE:
             decisive["size"] = self._asked[split]
         return hashlib.sha256(orjson.dumps(decisive, option=orjson.OPT_SORT_KEYS)).hexdigest()[:8]
+
+
+def _opposite(reference: str) -> str:
+    """The number with the other sign; "" for 0 and for other texts."""
+    return f"-{reference}".removeprefix("--") if parse_number(reference) else ""
 
 
 def _configuration(dataset: str, settings: Mapping[str, Any]) -> list[str]:

@@ -22,6 +22,10 @@ REFERENCE = "17*(62 - 47)"
         ("string_insertion", "EEABCEBBCC"),
         ("string_insertion", "['E', 'E', 'A']"),
         ("chain_sum", "__import__('os')"),  # no eval there: the grader compares
+        ("chain_sum", "0.33333333333333333"),
+        ("rush_hour", "F+1 K+10 M-1"),
+        ("rubiks_cube", "U R2 F'"),
+        ("kakurasu", "1 0\n0 1"),
     ],
 )
 def test_honest_answers_pass(dataset, answer):
@@ -50,6 +54,12 @@ def test_honest_answers_pass(dataset, answer):
         ("complex_arithmetic", "nan"),
         ("complex_arithmetic", "1 + infj"),
         ("chain_sum", "9" * (LONGEST_ANSWER + 1)),
+        ("rush_hour", "A+400000"),
+        ("rubiks_cube", "U2000"),
+        ("coin_flip", "1e800000"),
+        ("coin_flip", "1/1E-99_9999"),
+        ("chain_sum", "9999999999999"),
+        ("kakurasu", "1.9 0.9\n0.9 1.9"),
     ],
 )
 def test_dangerous_answers_do_not(dataset, answer):

@@ -1,5 +1,6 @@
 """The adapter to reasoning-gym against the real package, where it is installed, and the error where it is not."""
 
+import re
 import subprocess
 import sys
 
@@ -117,6 +118,48 @@ def test_model_text_is_never_run(gym, tmp_path):
         grade = task.grade(problem, attack)
         assert (grade.correct, grade.note.partition(":")[0]) == (False, "answer refused")
         assert not victim.exists(), dataset
+
+
+@pytest.mark.parametrize(
+    ("dataset", "right", "wrong"),
+    [
+        ("coin_flip", "{}", "0"),
+        ("game_of_life", "{}", lambda answer: answer[:-1] + ",[0]]"),
+        ("gsm_symbolic", "{} apples", "-{}"),
+        ("gsm_symbolic", "{}.0", "{} or 1"),
+        ("letter_jumble", "{}", "{} zzz"),
+        (
+            "number_sorting",
+            "{}",
+            lambda answer: re.sub(r"(-?[0-9.]+)", lambda found: str(float(found[1]) + 0.9), answer),
+        ),
+        ("puzzle24", "({})", "6*4*1*1"),
+        ("puzzle24", "{}", "{} + 0.5"),
+        ("spell_backward", "{}", "{}zzz"),
+        ("word_sorting", "{}", "{}, zzz"),
+    ],
+)
+def test_what_a_grader_accepts_must_have_the_references_value(gym, dataset, right, wrong):
+    task = open_task(small(dataset=dataset, problems=8, test_problems=8))
+    written = wrong if callable(wrong) else wrong.format
+    for problem in task.problems("train"):
+        assert task.grade(problem, f"<answer>{right.format(problem.answer)}</answer>").correct
+        assert not task.grade(problem, f"<answer>{written(problem.answer)}</answer>").correct
+
+
+@pytest.mark.parametrize("accepted", ["0", "6*4*1*1", "another reference", "-reference"])
+def test_a_grader_that_accepts_one_answer_for_most_problems_is_refused(gym, monkeypatch, accepted):
+    references = [problem.answer for problem in open_task(small(dataset="leg_counting")).problems("test")]
+    task = open_task(small(dataset="leg_counting"))
+
+    def score(answer, entry):
+        text = {"another reference": references[0], "-reference": f"-{entry['answer']}"}.get(accepted, accepted)
+        return float(answer in (entry["answer"], text))
+
+    for opened in task._datasets["leg_counting"]._opened.values():
+        monkeypatch.setattr(opened, "score_answer", score)
+    with pytest.raises(ConfigurationError, match=r"'leg_counting' accepts '.*' as a correct answer"):
+        list(task.problems("train"))
 
 
 def test_a_threshold_at_which_nonsense_is_correct_is_refused(gym):
