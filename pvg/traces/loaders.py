@@ -31,8 +31,8 @@ from pvg.inputs import open_input
 from pvg.records import BASE_SOURCE, Rollout, source_of_round
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.tasks.answers import same_answer
-from pvg.tasks.data import json_rows, parquet_rows
+from pvg.tasks.answers import UNCLEAR, FinalAnswer, extract, parse_number, read, same_answer
+from pvg.tasks.data import Choice, Number, json_rows, parquet_rows
 
 if TYPE_CHECKING:
     from pvg.verifier.data import Style
@@ -44,6 +44,7 @@ TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 MARKERS = tuple(re.compile(pattern, re.DOTALL) for pattern in TABLE["markers"])
 THOUGHT = "</think>"
 PLAIN_CUE = "\n\nThe final answer is"  # for a trace whose answer has no marker
+NUMBER_MARKED = re.compile(r"####|boxed|answer", re.IGNORECASE)  # the markers of pvg.tasks.answers
 STEP_NOTE = re.compile(r"\bstep (\d+)\b")
 
 
@@ -124,13 +125,35 @@ class Trace:
 
     @cached_property
     def correct(self) -> bool | None:
-        """What the file says, or whether the stated answer is the true one; None without both."""
+        """What the file says, or whether the stated answer is the true one; None without both. If this is a number,
+        pvg.tasks.answers reads the text by its markers."""
         if self.known is not None or self.truth is None:
             return self.known
+        if self.pattern is None and "<answer>" not in self.text and NUMBER_MARKED.search(self.text):
+            number, found = _reference(Number(), self.truth), read(self.text)
+            if number and isinstance(found, FinalAnswer) and found.marker != "last number":
+                return found.value == parse_number(number)
+            if number and found == UNCLEAR:
+                return False
         return self.is_true(None if self.parts is None else self.parts.answer)
 
     def is_true(self, answer: str | None) -> bool:
-        return same_answer(None if answer is None else answer.strip(), self.truth)
+        """Whether an answer is the true one: as a number, as the letter of a choice, or as a text."""
+        if answer is None or self.truth is None:
+            return False
+        if number := _reference(Number(), self.truth):
+            found = extract(f"#### {' '.join(answer.split())}")
+            return same_answer(answer, number) or (found is not None and found.value == parse_number(number))
+        letter = _reference(Choice(), self.truth)
+        return same_answer(answer, self.truth) or (letter != "" and letter == _reference(Choice(), answer))
+
+
+def _reference(grader: Number | Choice, answer: str) -> str:
+    """The answer as problems of a grader carry it; "" if it is none for this grader."""
+    try:
+        return grader.reference(answer)
+    except ValueError:
+        return ""
 
 
 @dataclass(slots=True)

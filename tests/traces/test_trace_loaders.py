@@ -120,6 +120,39 @@ def test_equal_answers_need_not_be_written_alike(tmp_path):
     assert load(file).traces[0].correct
 
 
+@pytest.mark.parametrize(
+    ("text", "truth", "correct"),
+    [
+        ("48/2 = 24.\n#### 24", "Half of 48: <<48/2=24>>24\n#### 24", True),
+        ("48/2 = 25.\n#### 25", "Half of 48: <<48/2=24>>24\n#### 24", False),
+        ("#### 3*6 = 18", "18", True),
+        ("So \\boxed{\\sqrt{25}}.", "5", True),
+        ("The answer is $\\frac{1}{2}$.", "1/2", True),
+        ("\\boxed{5} is wrong", "5", False),
+        ("#### 5 or 6", "5", False),
+        ("The answer is 7. No:\n<answer>5</answer>", "5", True),
+        ("<answer>5\n6</answer>", "5", False),
+        ("7+5=2;2+8=0;A0", "0", True),
+        ("So it is 5.", "5", False),
+        ("So \\boxed{(B)}.", "B", True),
+        ("The answer is (b).", "B", True),
+        ("The answer is (C).", "B", False),
+        ("#### Chapter 7", "Chapter 7", True),
+        ("#### 7", "Chapter 7", False),
+    ],
+)
+def test_an_answer_is_compared_as_a_number_a_letter_or_a_text(tmp_path, text, truth, correct):
+    (trace,) = load(lines(tmp_path, {"question": "q", "text": text, "truth": truth})).traces
+    assert trace.correct == correct
+
+
+def test_what_a_reader_answers_is_compared_in_the_same_way(tmp_path):
+    row = {"question": "q", "text": "#### 7"}
+    number, letter = load(lines(tmp_path, {**row, "truth": "2+3 = 5\n#### 5"}, {**row, "truth": "B"})).traces
+    assert [number.is_true(each) for each in ("5", "2+3 = 5", "\\sqrt{25}", "5 or 6", None)] == [True] * 3 + [False] * 2
+    assert [letter.is_true(each) for each in ("(B)", "b", "A")] == [True, True, False]
+
+
 def test_chats_thoughts_and_judges(tmp_path):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "q"}]}]
     said = [
