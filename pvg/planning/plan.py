@@ -239,8 +239,7 @@ class Inputs:
         *,
         gpus: int = 1,
     ) -> Inputs:
-        """Estimates from the models' sizes and the machine's speed. `reader`: of the reward. `gpus`: see
-        ExperimentPlan."""
+        """Estimates from the models' sizes and the machine's speed. `reader`: of the reward. `gpus`: of the plan."""
         rollout, training = experiment.rollout, experiment.training
         number = BYTES[experiment.sampling_dtype]
         mean, prompt = max(1.0, rollout.max_tokens / 2), max(1.0, min(256.0, rollout.max_tokens))
@@ -474,16 +473,14 @@ def plan_of(
     memory_gb: float | None = None,
     gpus: int = 1,
 ) -> ExperimentPlan:
-    """`workers`: instead of the experiment's own. `reader`: of the reward. `memory_gb` and `gpus`: see
-    ExperimentPlan."""
+    """`workers`: instead of the experiment's own. `reader`: of the reward. `memory_gb`, `gpus`: see ExperimentPlan."""
     in_process = isinstance(experiment.rollout.engine, TorchSampling)
     work = work_of(experiment, inputs, workers=workers)
     work = replace(work, one_gpu=work.workers == 1 and shares_gpu(experiment, gpus))
     prompt = max(math.ceil(inputs["prompt_tokens"]), written_tokens(experiment.prompts))
     gpu_bytes = memory_gb * GB if memory_gb and gpus else None
-    sizes: dict[str, Any] = {"prompt_tokens": prompt, "slots": work.slots, "gpu_bytes": gpu_bytes, "reader": reader}
-    sizes |= {"gpus": gpus}
-    memory = memory_of(experiment, prover, verifier, **sizes)
+    sizes: dict[str, Any] = {"prompt_tokens": prompt, "slots": work.slots, "gpus": gpus, "reader": reader}
+    memory = memory_of(experiment, prover, verifier, gpu_bytes=gpu_bytes, **sizes)
     bounds = bounds_of(work)
     notes = [*warm_start(experiment, inputs), *not_modelled(experiment)]
     if gpus and (host_gb := host_bytes(experiment, prover, verifier) / GB) >= 1:
@@ -532,8 +529,7 @@ def machine_here(experiment: Experiment) -> tuple[str, float, int]:
 
     found = torch.cuda.get_device_properties(pick_device(experiment.models.device))
     name = next((name for name in MACHINES if name.upper() in found.name.upper()), "l40s")
-    # CUDA_VISIBLE_DEVICES hides the GPUs of servers.
-    count = max(torch.cuda.device_count(), len(glob("/dev/nvidia[0-9]*")))
+    count = max(torch.cuda.device_count(), len(glob("/dev/nvidia[0-9]*")))  # CUDA_VISIBLE_DEVICES may hide some
     return name, found.total_memory / GB, count
 
 
@@ -558,11 +554,10 @@ def plan_here(
     name, own_gb, count = gpu or "cpu", machine_named(gpu or "cpu").memory_gb, 1
     if not own_gb:
         name, own_gb, count = machine_here(experiment)
-    gpus = gpus or count
+    gpus, memory_gb = gpus or count, memory_gb or own_gb
     inputs = Inputs.assumed(experiment, prover, verifier, MACHINES[name], reader, gpus=gpus)
     inputs.assign(given)
-    how: dict[str, Any] = {"workers": workers, "memory_gb": memory_gb or own_gb, "gpus": gpus}
-    return plan_of(experiment, inputs, prover, verifier, reader, **how)
+    return plan_of(experiment, inputs, prover, verifier, reader, workers=workers, memory_gb=memory_gb, gpus=gpus)
 
 
 def machine_named(name: str) -> MachineSpeed:

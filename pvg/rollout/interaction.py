@@ -432,8 +432,7 @@ class _Hall(Generic[S]):
         leave: Callable[[], Awaitable[None]],
         tell: Callable[[int], None] | None,
     ) -> None:
-        """Calls `leave` after sampling, before grading, to free the place in the engine. So grading does not affect
-        which request the engine gets next, or when."""
+        """Calls `leave` before grading, so that grading does not affect which request the engine gets next, or when."""
         line, state = self.line(table, seat), table.states[-1]
         sampling, grader, room = policy.sampling, policy.grader, self.interaction.room
         most = sampling.max_tokens
@@ -446,11 +445,11 @@ class _Hall(Generic[S]):
                 return
         if most != sampling.max_tokens:  # rows with one object for all are sent to workers in less time
             sampling = replace(sampling, max_tokens=most)
-        request = line.request(self.call, table.sample, sampling, on_tokens=tell)
-        completion = await policy.engine.generate(request)
+        completion = await policy.engine.generate(
+            sent := line.request(self.call, table.sample, sampling, on_tokens=tell)
+        )
         await leave()
-        if self.call.reference:
-            completion = await policy.engine.with_reference(request, completion)
+        completion = await policy.engine.with_reference(sent, completion) if self.call.reference else completion
         rules, grade = self.interaction.rules, None
         if (seat in self.voices[:1] and not line.completions) or seat in getattr(rules, "solvers", ()):
             text, grade = await grader.grade(table.order.problem, completion)
