@@ -433,8 +433,8 @@ class _Hall(Generic[S]):
         tell: Callable[[int], None] | None,
     ) -> None:
         """Calls `leave` before grading, so that grading does not affect which request the engine gets next, or when."""
-        line, state = self.line(table, seat), table.states[-1]
-        sampling, grader, room = policy.sampling, policy.grader, self.interaction.room
+        line, state, room, grade = self.line(table, seat), table.states[-1], self.interaction.room, None
+        sampling, grader, rules = policy.sampling, policy.grader, self.interaction.rules
         most = sampling.max_tokens
         if self.dialogue is not None and (limit := self.dialogue.limit(state, seat)) is not None:
             most = limit if line.completions else min(limit, most)  # pvg plans max_tokens for first turns
@@ -445,12 +445,10 @@ class _Hall(Generic[S]):
                 return
         if most != sampling.max_tokens:  # rows with one object for all are sent to workers in less time
             sampling = replace(sampling, max_tokens=most)
-        completion = await policy.engine.generate(
-            sent := line.request(self.call, table.sample, sampling, on_tokens=tell)
-        )
+        request = line.request(self.call, table.sample, sampling, on_tokens=tell)
+        completion = await policy.engine.generate(request)
         await leave()
-        completion = await policy.engine.with_reference(sent, completion) if self.call.reference else completion
-        rules, grade = self.interaction.rules, None
+        completion = await policy.engine.with_reference(request, completion) if self.call.reference else completion
         if (seat in self.voices[:1] and not line.completions) or seat in getattr(rules, "solvers", ()):
             text, grade = await grader.grade(table.order.problem, completion)
         else:
