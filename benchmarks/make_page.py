@@ -20,7 +20,7 @@ from pvg.bench.compare import RatioInterval, beside_text, better_by, gains, head
 from pvg.bench.planning import plan_bench
 from pvg.bench.report import BenchReport, Samples, Variant, read_report
 from pvg.bench.workloads import WALL, find_profile
-from pvg.errors import PvgError, UsageError
+from pvg.errors import PvgError, UsageError, in_percent
 from pvg.reporting.table import markdown_lines
 from pvg_cli.bench_tables import BETTER, number
 from pvg_cli.compare import interval
@@ -171,6 +171,9 @@ def measure_lines(variant: Variant) -> Iterator[str]:
         largest = sorted(shares.items(), key=lambda entry: -entry[1])[:SHOWN_PARTS]
         parts = [f"{part.replace('_', ' ')} {100 * value:.0f} %" for part, value in largest if value >= LEAST_PART]
         yield from ("", f"Time by part: {', '.join(parts)}.")
+    if "hardware_mfu" in variant.derived:
+        useful, hardware = (in_percent(variant.derived[name]) for name in ("mfu", "hardware_mfu"))
+        yield from ("", f"Of the rate of this machine's matrix products: useful MFU {useful}, hardware MFU {hardware}.")
 
 
 def with_unit(name: str, unit: str) -> str:
