@@ -71,7 +71,7 @@ def extract(text: str) -> FinalAnswer | None:
 
 def read(text: str) -> FinalAnswer | str:
     """The final answer of `text`, or the reason why there is none: NO_ANSWER or UNCLEAR."""
-    text = _plain(text)
+    text = plain(text)
     marks = _marks(text)
     for mark in reversed(marks):
         if mark.marker == "boxed" or not _announces_nothing(text, mark):
@@ -100,7 +100,7 @@ def by_fallback(note: str) -> bool:
 
 def parse_number(text: str) -> Fraction | None:
     """The value of a text that consists of one number with formatting or units (`$1,200`, `-3/4`, `72 apples`)."""
-    found = _written(_plain(text), solution=False)
+    found = _written(plain(text), solution=False)
     return found[1] if found else None
 
 
@@ -177,7 +177,7 @@ NO_BOX = re.compile(r"(?:\b(?:not|never|cannot)|n't)(?: be)?[\s:$*(\\\[]*\\f?box
 RETRACTED = re.compile(
     r"\W{0,20}(?:(?:but|oh|hm+|actually)\W+){0,2}(?:actually\W+(?:\w+ ){0,3}[-$]?\d[\d,.]*+\W*(?:$|\n)|"
     r"no\b *(?:[,.:!;-]|wait\b)|wait\b|oops\b|sorry\b|scratch that\b|correction\b|"
-    r"I (?:made|was|am)\b.{0,12} (?:mistaken?|error|wrong)\b|(?:(?:that|this|it|which) ?)?"
+    r"I meant?\b|I (?:made|was|am)\b.{0,12} (?:mistaken?|error|wrong)\b|(?:(?:that|this|it|which) ?)?"
     r"(?:is|was|'s) (?:wrong|incorrect|not the answer)|(?:\w+ ){0,2}(?:not|\w+n't) (?:right|correct|the answer)\b)",
     re.IGNORECASE,
 )
@@ -475,12 +475,15 @@ FRACTION = re.compile(  # also \frac12
 )
 LATEX_SPACE = re.compile(r"\\[,;: ]|\\!|\{,\}|(?<=[0-9])~(?=[0-9])|\\q?quad\b|[ \t]{2,}|\t")
 RAISED, LOWERED = "⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "₀₁₂₃₄₅₆₇₈₉"
-FOREIGN = re.compile(rf"[{RAISED}]{{1,20}}|[{LOWERED}]{{1,20}}|√ ?[0-9]{{1,20}}|[^\x00-\x7f]")
+FOREIGN = re.compile(
+    rf"[{RAISED}]{{1,20}}|[{LOWERED}]{{1,20}}|√ ?(?:[0-9]{{1,20}}|\([0-9]{{1,20}}\))|\uff01[=\uff1d]|[^\x00-\x7f]"
+)
 SPELLED = {
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63", "-"),
     "\u2015": "\u2014",  # the horizontal bar
     **dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", ""),  # invisible
-    "\u2044": "/",  # the fraction slash
+    **dict.fromkeys("\u2044\u2215", "/"),
+    **dict.fromkeys("\u3002\uff61\uff01", ". "),  # full-width stops; this exclamation mark is no factorial
     **dict.fromkeys("\u2018\u2019", "'"),
     **dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb", '"'),
 }
@@ -508,7 +511,7 @@ def _ratio(match: re.Match[str]) -> str:
     return f"{whole}{match[2] or match[3]}/{match[4] or match[5]}"
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """The same text with other scripts' digits, spaces and signs in ASCII, and without marks."""
     text = ANNOTATION.sub("", FOREIGN.sub(lambda match: _ascii(match[0]), text))
     return LATEX_SPACE.sub(lambda match: {"{,}": ",", "\\!": ""}.get(match[0], " "), text)
@@ -522,7 +525,7 @@ def _ascii(found: str) -> str:
     elif found[0] in LOWERED:
         found = f"_{{{spelled}}}"
     elif found[0] == "√" and len(found) > 1:
-        found = f"\\sqrt{{{found[1:].strip()}}}"
+        found = f"\\sqrt{{{found[1:].strip(' ()')}}}"
     elif found in SPELLED:
         found = SPELLED[found]
     elif "\uff01" <= found <= "\uff5e":  # full-width forms

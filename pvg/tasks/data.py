@@ -32,7 +32,7 @@ from pvg.config.task import DataTask, Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError, counted, shortened, user_paths
 from pvg.inputs import check_regular, data_of, expanded, json_lines, json_row, text_of
 from pvg.records import Grade, Problem, Split, Wording
-from pvg.tasks.answers import NO_ANSWER, NO_MARKER, RETRACTED, TAG, UNREAD, extract, parse_number, read
+from pvg.tasks.answers import NO_ANSWER, NO_MARKER, RETRACTED, TAG, UNREAD, extract, parse_number, plain, read
 from pvg.tasks.expressions import value_of
 from pvg.tasks.task import CLOSED, NUMBER, OPENED, read_wording, tag_wording
 
@@ -312,8 +312,12 @@ class Number(AnswerGrader):
         return Grade(found.value == parse_number(reference), True, found.text, note)
 
 
-LETTER = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{|\\\(){0,3}(?P<open>[(\[]?)(?P<letter>[A-Ja-j])"
-LETTERS_ALONE = re.compile(rf"[\s*_`$\"']*{LETTER}[)\].:}}*_`$\"'\\\s]*")
+# Not that of an abbreviation, such as e.g. or D.C.
+LETTER = (
+    r"(?:(?:\\(?:boxed|text|textbf|mathbf|mathrm))?\{|\\\(){0,3}"
+    r"(?P<open>[(\[]?)(?P<letter>[A-Ja-j])(?!\.[A-Za-z](?![A-Za-z]))"
+)
+LETTERS_ALONE = re.compile(rf"[\s*_`$\"']*{LETTER}[)\].:!}}*_`$\"'\\\s]*")
 # After "answer", a letter, on the same line or below it. One line may have several answers.
 MARKED = re.compile(
     r"\banswer[*_`]{0,3}(?: (?:to|of|for)\b[^.\n:=]{0,60}?)?\s?(?:is\b\s?:?|[:=])[ \t\r*_`$\"']{0,8}+"
@@ -321,19 +325,24 @@ MARKED = re.compile(
     re.IGNORECASE,
 )
 # The text of the choice may follow a bracket, a dot, a colon or a dash, or be in brackets.
-CHOSEN = re.compile(rf"(?i:(?:the )?(?:(?:option|choice) )?){LETTER}(?P<after>[)\].:}}*_`$\"'\\ ]{{0,8}})(?P<text>.*)")
-SEPARATED = re.compile("[(,;\u2013\u2014-]|(?:because|since|as|not|and not|rather than|instead of)\\b")
+CHOSEN = re.compile(rf"(?i:(?:the )?(?:(?:option|choice) )?){LETTER}(?P<after>[)\].:!}}*_`$\"'\\ ]{{0,8}})(?P<text>.*)")
+SEPARATED = re.compile(
+    r"[(,;\u2014-](?!\s*(?i:no|nope)\W*(?:$|[A-J]\b))|(?:because|since|as|not|and not|rather than|instead of)\b"
+)
 # A second letter that is offered: directly after the first one, and later in the text. A text such as "Both A and B"
-# names other choices and offers none.
+# names other choices and offers none. In "B, I think" there is one letter.
 REJECTED = (
     r"(?! (?:(?:is|was|are) (?:too|not|n?either|wrong|incorrect|false|impossible|out)|isn't|cannot|fails|does)\b)"
 )
+OTHER = r"[(\[]?(?!I(?:'| (?!(?:is|are|was|and|or|too)\b)[a-z]))[A-J](?![A-Za-z]|\.[A-Za-z])"
 OTHERS = re.compile(
-    rf"[)\].:*_ ]*(?:\b(?:or|and)\b\s*[(\[]?[A-J](?![A-Za-z])|[,/&(\u2013\u2014-]\s*[(\[]?[A-J](?![A-Za-z]){REJECTED})"
+    rf"[)\].:*_ ]*(?:\b(?:or|and)\b\s*{OTHER}|[,/&(\u2014-]\s*{OTHER}{REJECTED})|"
+    r"(?:[\W_]+(?:(?:and|or)[\W_]+)?[A-Ja-j](?![A-Za-z0-9]))+[\W_]*$"
 )
-LETTER_END = r"[A-J](?![A-Za-z]|\.[A-Za-z])"
 MAYBE = r"(?:(?:maybe|perhaps|possibly|else|even) )?"
-LATER = re.compile(rf"\bor\b\s*{MAYBE}[(\[]?{LETTER_END}|,\s*{MAYBE}[(\[]?{LETTER_END}{REJECTED}")
+LATER = re.compile(
+    rf"\b[Oo]r\b\s*{MAYBE}{OTHER}|[,;]\s*{MAYBE}{OTHER}{REJECTED}|\|\s*{OTHER}(?!\))|[.!?]\s+[(\[]?[A-J]\W*$"
+)
 ONE = r"[(\[]?[A-J](?![A-Za-z])[)\]]?"
 NAMES = re.compile(rf"(?i:both|neither|either) {ONE} (?:and|n?or) {ONE}|(?i:all|none)\b(?: of)?(?: {ONE}(?:,| and)?)*")
 NEXT = re.compile(r"\s*[(\[]?[A-J][)\].:]")
@@ -346,12 +355,13 @@ class Choice(AnswerGrader):
     wording = read_wording("choice", "Answer: {answer}")
 
     def reference(self, answer: str) -> str:
-        found = LETTERS_ALONE.fullmatch(answer)
+        found = LETTERS_ALONE.fullmatch(plain(answer))
         if found is None:
             raise ValueError(f"the answer {shortened(repr(answer))} is not a letter from A to J")
         return found["letter"].upper()
 
     def grade(self, reference: str, completion: str) -> Grade:
+        completion = plain(completion)
         for mark in reversed(list(MARKED.finditer(completion))):
             rest = mark["rest"] or mark["below"] or ""
             letter = _chosen(re.sub(TAG, "", rest))
@@ -377,7 +387,7 @@ def _chosen(rest: str) -> str | None:
     if found is None or OTHERS.match(found["after"] + found["text"]):
         return None
     text, letter = found["text"], found["letter"].upper()
-    mark = next((mark for mark in found["after"] if mark in ")].:"), "")
+    mark = next((mark for mark in found["after"] if mark in ")].:!"), "")
     if RETRACTED.match(text) or (text and not mark and not SEPARATED.match(text)):
         return None
     # Another choice with a text: the next of a list, as in "A) 9 B) 11", or one after "and". In "P(B)" it is none.
@@ -386,7 +396,7 @@ def _chosen(rest: str) -> str | None:
     later = f"(?!{letter})[A-J]{re.escape(mark)}"
     following = (
         rf"(?<![A-Za-z.])(?<![A-Za-z0-9]\()(?:{chr(ord(letter) + 1)}{re.escape(mark)}\s*\S|{later}\s*"
-        rf"{'[0-9]' if mark == '.' else '[^ ]'})"
+        rf"{'[0-9]' if mark in ('.', '!') else '[^ ]'})"
     )
     joined = rf"(?:\b(?:and|or)\b|[,;&/])\s*[(\[]?[A-J]{re.escape(mark)}\s*\S"
     if mark and (re.search(following, NAMES.sub("", text, count=1)) or re.search(joined, text)):
