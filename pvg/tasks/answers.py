@@ -12,7 +12,8 @@ Three markers announce an answer: `####`, `\\boxed{...}`, and "answer is", "answ
    unless a marker before them has a number.
 2. The answer must be the only number of its line (`####`), its box, or its sentence ("answer is"). Units, currency
    signs, markup and plain words may surround it, and a calculation with `=` may lead to it. So a solution that names
-   several candidates, denies a number, or asks for one earns nothing.
+   several candidates, denies a number, or asks for one earns nothing. Nor does a box with a part of a number next to
+   it (`-\\boxed{18}`, `\\boxed{18}/20`), or a line or sentence of more than LONGEST characters.
 3. LaTeX that is more than a number, such as `\\sqrt{25}` or `10^6`, counts with its value if this is rational. A sum or
    a product is no answer: a solution must write its result.
 4. If a text has no marker, its last number is the answer. If it has notes alone, this is the last one before the first
@@ -76,7 +77,9 @@ def read(text: str) -> FinalAnswer | str:
     for mark in reversed(marks):
         if mark.marker == "boxed" or not _announces_nothing(text, mark):
             end = mark.end if mark.marker == "boxed" else _answer_end(text, mark, len(text))
-            denied = mark.marker == "boxed" and NO_BOX.search(text, max(0, mark.start - 40), mark.start)
+            denied = mark.marker == "boxed" and (
+                NO_BOX.search(text, max(0, mark.start - 60), mark.start) or _is_continued(text, mark.end)
+            )
             said = None if denied or RETRACTED.match(text, end) else text[mark.start : end]
             # Its only number, the result of its calculation, or the value of its expression.
             found = said and (_written(said, solution=True) or _from_latex(said))
@@ -173,7 +176,23 @@ COMMENT = re.compile(
 MORE = re.compile(r"\s*\S")
 LETTER = re.compile(r"\w")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
-NO_BOX = re.compile(r"(?:\b(?:not|never|cannot)|n't)(?: be)?[\s:$*(\\\[]*\\f?boxed ?\{?\s*$", re.IGNORECASE)
+# What before a box denies it or makes another number of it.
+OPERATORS = r"pi|sqrt|log|ln|sin|cos|tan|pm|mp|neq?|leq?|geq?|[lg]t|times|cdot|div|[dtc]?frac"
+NO_BOX = re.compile(
+    r"(?:(?:\b(?:not|never|cannot)|n't)(?: be)?[\s:$*(\\\[]*|"
+    r"(?:[\^√π±<≤≥≠×÷·]|(?<!\n)\+|!=|(?<=\S )>|[0-9)}] ?/|[0-9)] ?\*|[0-9]\}(?=\{)|(?<![A-Za-z])[A-Za-z](?=\()|"
+    rf"\\(?:{OPERATORS}|not ?=)(?:\[[0-9]\])?) ?[{{(]?[ $]*|"
+    r"(?:[-—0-9]|(?<![A-Za-z\\])[A-Za-z])\$?|(?:[=(:0-9]|\bis) ?- \$?|[0-9)}]\$? or (?:\$|\\\()?|"
+    r"\b(?:at (?:least|most)|(?:less|more|fewer|greater) than|half(?: of)?|twice) \$?)\\f?boxed ?\{?\s*$",
+    re.IGNORECASE,
+)
+# What ends the formula of a box, such as \tag, but no operator and no letter; and what may stand next to the box: the
+# rest of its word, and words or an operator.
+FORMULA_END = re.compile(
+    rf"\n|\\(?:\\|(?!(?:text(?!degree)\w*|math\w+|mbox|rm|bf|circ|left|right|d?binom|over|{OPERATORS}|infty|alpha|beta|"
+    r"gamma|theta|lambda|phi|epsilon)(?![A-Za-z]))[A-Za-z])"
+)
+BESIDE = re.compile(r"\S*(?: (?:[a-z][A-Za-z'-]*[,;:)]?(?!\S)|[-+*/^<>≤≥≠±×÷·](?= ?\$?[0-9(\\]))){0,3}")
 RETRACTED = re.compile(
     r"\W{0,20}(?:(?:but|oh|hm+|actually)\W+){0,2}(?:actually\W+(?:\w+ ){0,3}[-$]?\d[\d,.]*+\W*(?:$|\n)|"
     r"no\b *(?:[,.:!;-]|wait\b)|wait\b|oops\b|sorry\b|scratch that\b|correction\b|"
@@ -258,6 +277,17 @@ def _ends_text(text: str, mark: _Mark) -> bool:
     )
 
 
+def _is_continued(text: str, end: int) -> bool:
+    """Whether what stands next to the end of a box makes another number of a number in it."""
+    if text[end : end + 1] not in ("}", "$"):
+        return False
+    sentence = SENTENCE_END.search(text, end + 1, end + 60)
+    after = text[end + 1 : sentence.start() if sentence else end + 60]
+    beside = BESIDE.match(_tidy("1" + FORMULA_END.split(after, 1)[0]))
+    found = _written(beside[0], solution=False) if beside else None
+    return found is None or found[1] != 1
+
+
 # --- numbers -----------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +353,10 @@ NOT_ALONE = re.compile(
 TERMS = r"[\s$€£0-9.,()%+*/×÷·⋅x=^-]*"
 CALCULATION = re.compile(rf"(?:[A-Za-z ]*[=:])?{TERMS}[0-9)%] ?[-+*/×÷·⋅x^]\*? ?[-($€£]*[0-9]{TERMS}")
 UNEQUAL = re.compile(rf"[!/~]\s*$|[<>≠≤≥±√|]|\\sqrt|\\(?:neq?|leq?|geq?|pm)\b|^\s*-|{DENIED}", re.IGNORECASE)
+# The name of a number with an index or an argument, such as a_1 or f(2). Its digits are none of a calculation.
+NAME = re.compile(
+    r"(?<![\\A-Za-z0-9)])(?:[A-Za-z]_[0-9A-Za-z]{1,9}|[A-Zf-hp-v](?=\())(?:\([^()]{1,20}\))?(?![0-9A-Za-z^'!(])"
+)
 # In a text without markers: what is before and after a number that is a part of an expression.
 PART_BEFORE = re.compile(
     r"(?i:\b(?:not|never|cannot)|n't)(?: be)? $|"
@@ -364,7 +398,7 @@ def _written(segment: str, *, solution: bool, equals_left: int = MOST_EQUALS) ->
 
 def _may_equal(left: str, solution: bool) -> bool:
     """Whether the left side of an equals sign names the answer or, in a solution, calculates it."""
-    if DIGIT.search(left):
+    if DIGIT.search(left := NAME.sub("x", left)):
         return solution and CALCULATION.fullmatch(left) is not None
     return not UNEQUAL.search(left)
 
@@ -378,13 +412,12 @@ def _alone(match: re.Match[str], text: str) -> tuple[str, Fraction] | None:
         return None
     if any(not choice["spoken"] or SPOKEN[choice["spoken"].lower()] != value for choice in CHOICE.finditer(others)):
         return None
-    words = [] if scale is None else [scale["letter"][0]] if scale["letter"] else re.findall(r"\w{4,}[dn]", scale[0])
-    return _signed(match, match["run"], value, sum(POWERS[word.lower()] for word in words))
+    return _signed(match, match["run"], value, scale)
 
 
 def _last_number(text: str) -> FinalAnswer | str:
     """The last number of a text without markers, or the reason why it is none."""
-    text = UNIT.sub("", FRACTION.sub(_ratio, re.sub(TAG, " ", text)))
+    text = UNIT.sub("", _fractions(re.sub(TAG, " ", text)))
     numbers = deque(NUMBER.finditer(text), maxlen=1)
     if not numbers:
         return NO_ANSWER
@@ -395,19 +428,22 @@ def _last_number(text: str) -> FinalAnswer | str:
     if _value(run) is None and " " in run and "/" not in run:
         run = run.rpartition(" ")[2]  # of several numbers, the last one
     value = _value(run)
-    found = None if value is None else _signed(numbers[0], run, value)
+    found = None if value is None else _signed(numbers[0], run, value, SCALE.match(text, end))
     return FinalAnswer(*found, "last number") if found else NO_ANSWER
 
 
-def _signed(match: re.Match[str], run: str, value: Fraction, scale: int = 0) -> tuple[str, Fraction] | None:
-    """Text and value with the sign and the power of ten of `match`, and a further power of ten `scale`."""
+def _signed(
+    match: re.Match[str], run: str, value: Fraction, scale: re.Match[str] | None
+) -> tuple[str, Fraction] | None:
+    """Text and value with the sign and the power of ten of `match`. `scale`: a match of SCALE after it."""
     if match["power"]:
         if len(match["power"]) > 4 or abs(int(match["power"])) > MOST_DIGITS:
             return None
         value *= Fraction(10) ** int(match["power"])
         run += f"e{match['power']}"
     if scale:
-        value *= 10**scale
+        words = [scale["letter"][0]] if scale["letter"] else re.findall(r"\w{4,}[dn]", scale[0])
+        value *= 10 ** sum(POWERS[word.lower()] for word in words)
         run = str(value)
     # The text must have the value: that of 1/2 x 10^3 would be read as 1/(2 x 10^3). Two signs are not one number.
     if _value(run) != value or (match["sign"] and match["inner"]):
@@ -473,6 +509,12 @@ ANNOTATION = re.compile(
 FRACTION = re.compile(  # also \frac12
     r"(?:([0-9]) ?)?\\[dtc]?frac ?(?:\{ ?(-?[0-9.,]{1,60}) ?\}|([0-9])) ?(?:\{ ?([0-9.,]{1,60}) ?\}|([0-9]))"
 )
+OVER = re.compile(  # {3 \over 4}
+    r"(?:(\{) ?|(?<![0-9.,])(?<![0-9.,] ))([0-9.,]{1,60}) ?\\over(?![A-Za-z]) ?([0-9.,]{1,60})(?(1) ?\}?)"
+)
+REPEATING = re.compile(  # 0.\overline{3}
+    r"(?<![0-9.,])(?<![0-9.,] )([0-9]{0,15})\.([0-9]{0,15})\\(?:overline|bar) ?\{ ?([0-9]{1,15}) ?\}(?! ?\.?[0-9])"
+)
 LATEX_SPACE = re.compile(r"\\[,;: ]|\\!|\{,\}|(?<=[0-9])~(?=[0-9])|\\q?quad\b|[ \t]{2,}|\t")
 RAISED, LOWERED = "⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "₀₁₂₃₄₅₆₇₈₉"
 FOREIGN = re.compile(
@@ -488,11 +530,13 @@ SPELLED = {
     **dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb", '"'),
 }
 TAG = r"</?[A-Za-z|][^<>\n]{0,30}>"
-# What LaTeX, Markdown and HTML put around a number and its units.
+# What LaTeX, Markdown and HTML put around a number and its units. Also the end of 5^{\text{th}}.
+POWER = r"\^ ?\{? ?(?:\\(?:text|textrm|mathrm|rm)(?![A-Za-z]) ?\{? ?)?"
 MARKUP = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal|style)?|math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|bf|rm|mbox|emph|underline|left|right|"
     r"displaystyle|operatorname|large|Large|huge|[Bb]igg?[lr]?|degree|ldots|dots|checkmark|blacksquare|square|newline|f?boxed|"
     r"approx|simeq|sim|therefore)(?![A-Za-z])|\^ ?\{? ?\\circ ?\}?|\\[()\[\]\\]|"
+    rf"(?:(?<=1){POWER}st|(?<=2){POWER}nd|(?<=3){POWER}rd|(?<=[0-9]){POWER}th)(?![A-Za-z])|"
     rf"{TAG}|[{{}}`]|(?<![^\s(\[+:$=~≈\"'-])(?:[*_]++(?=\S)|[*_]{{2,}}+(?=\s|$))|"
     r"(?<=[^\s*_])[*_]++(?=[\s.,;:!?)\]]|$)"
 )
@@ -500,10 +544,21 @@ MARKUP = re.compile(
 
 def _tidy(segment: str) -> str:
     """An answer without markup, with fractions as a/b and LaTeX's operators as characters."""
-    segment = MARKUP.sub("", FRACTION.sub(_ratio, segment))
+    segment = MARKUP.sub("", _fractions(segment))
     for command, character in (("times", "×"), ("cdot", "×"), ("div", "÷")):
         segment = segment.replace(f"\\{command}", character)
     return re.sub(r"\s{2,}", " ", segment).strip()
+
+
+def _fractions(text: str) -> str:
+    text = OVER.sub(lambda match: f"{' ' if match[1] else ''}{match[2]}/{match[3]}", text)
+    return FRACTION.sub(_ratio, REPEATING.sub(_repeating, text))
+
+
+def _repeating(match: re.Match[str]) -> str:
+    fixed, digits = match[1] + match[2], match[3]
+    value = Fraction(int(fixed + digits) - int(fixed or 0), 10 ** len(match[2]) * (10 ** len(digits) - 1))
+    return f"{value.numerator}/{value.denominator}"
 
 
 def _ratio(match: re.Match[str]) -> str:
