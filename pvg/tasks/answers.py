@@ -328,8 +328,9 @@ OTHER_NUMBER = re.compile(
     re.IGNORECASE,
 )
 DENIED_FIRST = re.compile(r"^not [^.]{1,40}? but ")
-SCALE = re.compile(r"(?P<letter>[kKMB]|[bm]n)(?![A-Za-z])|(?i:[ -]?(?:hundred|(?:thous|[mbtr]+illi)(?:and|on))s?\b)+")
 POWERS = {"k": 3, "m": 6, "b": 9, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+LARGE = "hundred|thousand|million|billion|trillion"
+SCALE = re.compile(rf"(?P<letter>[kKMB]|[bm]n)(?![A-Za-z0-9])|(?i:[ -]?(?:{LARGE})s?\b)+")
 # Digits that belong to a unit: 5 cm2, 5 m ^ 2, 3 kg of CO2. In "12 pens in 3 boxes" they do not.
 UNIT = re.compile(
     r"(?<![A-Za-z0-9])(?:(?:[kcmd]?m|s|in|ft|yd|mi|inch(?:es)?|feet|foot|yards?|miles?|(?:kilo|centi)?met(?:er|re)s?|"
@@ -442,8 +443,10 @@ def _signed(
         value *= Fraction(10) ** int(match["power"])
         run += f"e{match['power']}"
     if scale:
-        words = [scale["letter"][0]] if scale["letter"] else re.findall(r"\w{4,}[dn]", scale[0])
-        value *= 10 ** sum(POWERS[word.lower()] for word in words)
+        words = [scale["letter"][0]] if scale["letter"] else re.findall(LARGE, scale[0].lower())
+        if (power := sum(POWERS[word.lower()] for word in words)) > MOST_DIGITS:
+            return None
+        value *= 10**power
         run = str(value)
     # The text must have the value: that of 1/2 x 10^3 would be read as 1/(2 x 10^3). Two signs are not one number.
     if _value(run) != value or (match["sign"] and match["inner"]):
@@ -509,8 +512,10 @@ ANNOTATION = re.compile(
 FRACTION = re.compile(  # also \frac12
     r"(?:([0-9]) ?)?\\[dtc]?frac ?(?:\{ ?(-?[0-9.,]{1,60}) ?\}|([0-9])) ?(?:\{ ?([0-9.,]{1,60}) ?\}|([0-9]))"
 )
-OVER = re.compile(  # {3 \over 4}
-    r"(?:(\{) ?|(?<![0-9.,])(?<![0-9.,] ))([0-9.,]{1,60}) ?\\over(?![A-Za-z]) ?([0-9.,]{1,60})(?(1) ?\}?)"
+# Of {3 \\over 4}.
+PART = r"(\.?[0-9][0-9.,]{0,60})"
+OVER = re.compile(
+    rf"(?:(\{{) ?|(?<![0-9.,])(?<![0-9.,] )){PART} ?\\over(?![A-Za-z]) ?{PART}(?(1) ?\}}?)"
 )
 REPEATING = re.compile(  # 0.\overline{3}
     r"(?<![0-9.,])(?<![0-9.,] )([0-9]{0,15})\.([0-9]{0,15})\\(?:overline|bar) ?\{ ?([0-9]{1,15}) ?\}(?! ?\.?[0-9])"
@@ -536,7 +541,7 @@ MARKUP = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal|style)?|math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|bf|rm|mbox|emph|underline|left|right|"
     r"displaystyle|operatorname|large|Large|huge|[Bb]igg?[lr]?|degree|ldots|dots|checkmark|blacksquare|square|newline|f?boxed|"
     r"approx|simeq|sim|therefore)(?![A-Za-z])|\^ ?\{? ?\\circ ?\}?|\\[()\[\]\\]|"
-    rf"(?:(?<=1){POWER}st|(?<=2){POWER}nd|(?<=3){POWER}rd|(?<=[0-9]){POWER}th)(?![A-Za-z])|"
+    rf"(?:(?<=1){POWER}st|(?<=2){POWER}nd|(?<=3){POWER}rd|(?<=[0-9]){POWER}th)(?![A-Za-z]|[}} ]{{0,3}}\.?[0-9])|"
     rf"{TAG}|[{{}}`]|(?<![^\s(\[+:$=~≈\"'-])(?:[*_]++(?=\S)|[*_]{{2,}}+(?=\s|$))|"
     r"(?<=[^\s*_])[*_]++(?=[\s.,;:!?)\]]|$)"
 )

@@ -330,14 +330,14 @@ SEPARATED = re.compile(
     r"[(,;\u2014-](?!\s*(?i:no|nope)\W*(?:$|[A-J]\b))|(?:because|since|as|not|and not|rather than|instead of)\b"
 )
 # A second letter that is offered: directly after the first one, and later in the text. A text such as "Both A and B"
-# names other choices and offers none. In "B, I think" there is one letter.
+# names other choices and offers none. In "B, I think" there is one letter, and in "A) I" a number.
 REJECTED = (
     r"(?! (?:(?:is|was|are) (?:too|not|n?either|wrong|incorrect|false|impossible|out)|isn't|cannot|fails|does)\b)"
 )
 OTHER = r"[(\[]?(?!I(?:'| (?!(?:is|are|was|and|or|too)\b)[a-z]))[A-J](?![A-Za-z]|\.[A-Za-z])"
 OTHERS = re.compile(
     rf"[)\].:*_ ]*(?:\b(?:or|and)\b\s*{OTHER}|[,/&(\u2014-]\s*{OTHER}{REJECTED})|"
-    r"(?:[\W_]+(?:(?:and|or)[\W_]+)?[A-Ja-j](?![A-Za-z0-9]))+[\W_]*$"
+    r"(?:(?!&)[\W_])+[A-HJa-hj](?:(?!&)[\W_]+[A-Ja-j])*[\W_]*$"
 )
 MAYBE = r"(?:(?:maybe|perhaps|possibly|else|even) )?"
 LATER = re.compile(

@@ -130,7 +130,7 @@ def test_huge_texts_are_read(piece):
     assert (found := extract(text + "\n#### 72")) is not None
     assert found.value == 72
     text = piece * (50_000 // len(piece))
-    for before in ("", "#### ", "#### 5", "The answer is ", "The answer is 5", "\\boxed{5}"):
+    for before in ("", "5 ", "#### ", "#### 5", "The answer is ", "The answer is 5", "\\boxed{5}"):
         for after in ("", "b", " 5", "a=5"):
             extract(before + text + after)
 
