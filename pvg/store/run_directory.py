@@ -134,7 +134,7 @@ def free_name(root: Path, name: str) -> str:
 
 
 # Kinds of records that a run may write before its first commit. Any other kind proves a commit.
-BEFORE_THE_FIRST_COMMIT = frozenset({"device", "loop", "workers", "alert"})
+BEFORE_THE_FIRST_COMMIT = frozenset({"start", "scaling", "device", "loop", "workers", "alert"})
 
 
 class _Inside:

@@ -37,6 +37,7 @@ import orjson
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
+from pvg.game import run as game
 from pvg.game.run import play
 from pvg.records import Timing
 from pvg.store.run_directory import RunDirectory
@@ -173,6 +174,20 @@ def forked(work: Callable[[int], bool]) -> tuple[int, int]:
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def killed_before_its_first_commit(experiment: Experiment, root: Path) -> None:
+    """Create the run, and kill its process while it checks the models, after its first records."""
+
+    def work(_: int) -> bool:
+        game.check_models = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        with RunDirectory.create(root, "drill", experiment).lock() as run:
+            asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False))
+        return False
+
+    pid, pipe = forked(work)
+    os.close(pipe)
+    assert was_killed(pid)
 
 
 def was_killed(pid: int) -> bool:
@@ -314,7 +329,8 @@ def drill(
 
     def play_one(root: Path, died: Counter[str]) -> None:
         nonlocal found
-        begun = False
+        killed_before_its_first_commit(experiment, root)
+        begun = True
         while sum(died.values()) < kills:
             wanted = min(phases, key=lambda phase: (died[phase], dice.random()))
             phase = kill_somewhere(*start(experiment, root, resume=begun), wanted, dice)

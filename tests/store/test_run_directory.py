@@ -308,7 +308,8 @@ def test_a_run_without_a_state_that_shows_commits_is_refused(tmp_path: Path, nam
 
 def test_what_comes_before_the_first_commit_is_no_sign_of_one(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
-    run.metrics.write_bytes(b'{"kind":"device"}\n{"kind":"loop"}\n{"kind":"alert"}\n{"kind":"st')
+    kinds = (b"start", b"scaling", b"device", b"loop", b"alert")
+    run.metrics.write_bytes(b"".join(b'{"kind":"%s"}\n' % kind for kind in kinds) + b'{"kind":"st')
     run.events.write_bytes(b"[run] event=start\n")
     run.spans.touch()
     run.code.mkdir()
