@@ -331,8 +331,8 @@ def _finish_of(module: nn.Module) -> LogitTransform:
     settings, factor = cast(Any, module).config.get_text_config(), 1.0
     if scale := getattr(settings, "logit_scale", None):  # Cohere
         factor *= scale
-    if divisor := getattr(settings, "logits_scaling", None):  # Granite
-        factor /= divisor
+    if scale := getattr(settings, "logits_scaling", None):  # Granite divides, HyperCLOVA X multiplies
+        factor = factor * scale if settings.model_type == "hyperclovax" else factor / scale
     if multiplier := getattr(settings, "lm_head_multiplier", None):  # Falcon H1
         factor *= multiplier
     cap = getattr(settings, "final_logit_softcapping", None)  # Gemma 2 and later

@@ -46,6 +46,8 @@ def build(family):
         model = transformers.Gemma2ForCausalLM(config).eval()
     elif family == "cohere":  # scaled logits
         model = transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, logit_scale=0.3)).eval()
+    elif family == "hyperclovax":
+        model = transformers.HyperCLOVAXForCausalLM(transformers.HyperCLOVAXConfig(**SIZES, logits_scaling=0.2)).eval()
     else:  # divided logits
         model = transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, logits_scaling=5.0)).eval()
     with torch.no_grad():  # logits large enough for a cap or a scale to matter
@@ -53,7 +55,7 @@ def build(family):
     return model
 
 
-FAMILIES = ("llama", "llama-tied", "gpt2", "gemma2", "cohere", "granite")
+FAMILIES = ("llama", "llama-tied", "gpt2", "gemma2", "cohere", "granite", "hyperclovax")
 
 
 def rows():
