@@ -303,8 +303,8 @@ def _attention_of_packed(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Called by transformers in each layer: [1, heads, T, head size] in, [1, T, heads, head size] out. Some models do
-    not hand `packed_rows` on to their layers."""
-    if packed_rows is None:
+    not hand `packed_rows` on to their layers. A mask here is the layer's own, perhaps with weights that are still 0."""
+    if packed_rows is None or attention_mask is not None:
         raise ConfigurationError(f"{type(module).__name__} cannot compute rows that share a prompt.", REMEDY)
     heads, tokens, size = query_1HTE.shape[1:]
     query_TE, key_TE, value_TE = (tensor[0].transpose(0, 1).flatten(1) for tensor in (query_1HTE, key_1KTE, value_1KTE))

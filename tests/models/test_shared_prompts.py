@@ -262,6 +262,13 @@ def test_models_whose_tokens_meet_outside_of_attention_are_refused():
             check_packing(model, fused_layers=True)
 
 
+def test_layers_with_a_mask_of_their_own_are_refused():
+    torch.manual_seed(0)
+    model = transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES)).eval()
+    with pytest.raises(ConfigurationError, match="DogeAttention cannot compute rows that share a prompt"):
+        check_packing(model)  # the mask's weights are 0, so that the numbers are right until they are trained
+
+
 def test_a_defect_in_the_layers_of_pvg_is_not_the_models(monkeypatch):
     def broken(*_, **__):
         raise IndexError("a defect")
