@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -247,15 +248,16 @@ def _peft(section: str) -> Any:
 def linear_layers(module: PreTrainedModel) -> dict[str, nn.Linear]:
     """Those of the language model: no vision tower, no head, no router or gate."""
     parts, head = set(cast(Any, module).get_decoder().modules()), module.get_output_embeddings()
+    # Some routers are linear layers that return a tuple; some have one, whose weight they may use without calling it.
+    routers = [part for part in parts if re.search(r"Router|Gating$|MoE\w*Gate$", type(part).__name__)]
+    parts -= {inner for router in routers for inner in router.modules()}
     return {
         name: part
         for name, part in module.named_modules()
         if isinstance(part, nn.Linear)
         and part in parts
         and part is not head
-        # Some routers are subclasses that return a tuple, and the gate of a shared expert has one output.
-        and "Router" not in type(part).__name__
-        and part.out_features > 1
+        and part.out_features > 1  # the gate of a shared expert has one
     }
 
 

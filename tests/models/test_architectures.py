@@ -46,6 +46,8 @@ HYBRID = {f"linear_{name}": size for name, size in (("num_key_heads", 2), ("num_
 HYBRID |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+LONGCAT = {"num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "n_routed_experts": 4, "moe_topk": 2}
+LONGCAT |= {"zero_expert_num": 2, "num_key_value_heads": 4}
 CHUNKED = {"attention_chunk_size": 16, "intermediate_size_mlp": 48, "layer_types": ["chunked_attention"] * 2}
 # As the page names them: the model type of transformers, and the settings.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,6 +73,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Falcon with alibi": ("falcon", {"alibi": True}),
     "BLOOM": ("bloom", {"n_layer": 2, "n_head": 4}), "MPT": ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
     "Mamba": ("mamba", {"state_size": 4}), "LFM 2": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "OPT": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}), "Doge": ("doge", {}),
+    "LongCat Flash": ("longcat_flash", LATENT | LONGCAT), "Hunyuan MoE": ("hunyuan_v1_moe", EXPERTS | {"moe_topk": 2}),
+    "Jamba": ("jamba", EXPERTS | {"attn_layer_offset": 1, "attn_layer_period": 2}),
+    "BART": ("bart", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}),
     "LLaVA": ("llava", {"text_config": {"model_type": "llama", **SIZES},
                         "vision_config": {"model_type": "clip_vision_model", **VISION}}),
 }  # fmt: skip
@@ -196,7 +202,17 @@ def test_a_token_outside_of_the_embedding_is_not_used(
 
 
 @pytest.mark.parametrize(
-    "name", ["DeepSeek V3", "GLM 4 MoE", "ERNIE 4.5 MoE", "Qwen 2 MoE", "Gemma 3 with images", "Falcon"]
+    "name",
+    [
+        "DeepSeek V3",
+        "GLM 4 MoE",
+        "ERNIE 4.5 MoE",
+        "Qwen 2 MoE",
+        "Hunyuan MoE",
+        "LongCat Flash",
+        "Gemma 3 with images",
+        "Falcon",
+    ],
 )
 def test_adapters_are_on_the_dense_and_shared_layers_of_every_language_model(name: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="`make install`")
@@ -206,6 +222,7 @@ def test_adapters_are_on_the_dense_and_shared_layers_of_every_language_model(nam
         assert all(adapted.module.get_parameter(name).grad is not None for name in trained)
         kinds = {name.split(".lora_")[0].rpartition(".")[2] for name in trained}
         assert kinds >= {"dense_4h_to_h" if name == "Falcon" else "down_proj"}
+        assert not kinds & {"wg", "classifier"}  # of routers
 
 
 def test_a_warm_start_needs_no_experts_that_a_sampler_chose(tmp_path: Path) -> None:
