@@ -248,7 +248,8 @@ class VerifierUpdates(FixedVerifier):
         tensors, meta = await self._session.players.compute(self._learning.trainer.state)
         copied = self._learning.trainer.copies_state  # otherwise the next update would change what is being written
         named = {PREFIX + name: tensor if copied else tensor.clone() for name, tensor in tensors.items()}
-        return named, {"done": self._done, "threshold": self.threshold, "trainer": meta}
+        own = {"done": self._done, "threshold": self.threshold, "told_excluded": self._told_excluded}
+        return named, {**own, "trainer": meta}
 
     def load_state(
         self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any], scorer: VerifierScorer
@@ -257,6 +258,7 @@ class VerifierUpdates(FixedVerifier):
         own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         self._learning.trainer.load_state(own, progress["trainer"])
         self._done, self.threshold = progress["done"], progress["threshold"]
+        self._told_excluded = progress.get("told_excluded", False)  # not in a commit of an older pvg
         self._drop_old_samples()
         scorer.set_version(self._verifier.version())
         return {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}

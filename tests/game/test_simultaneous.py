@@ -13,7 +13,7 @@ from small_games import changed, played, prover_rows, recorded, rows, state_of, 
 from pvg.config.game import SimultaneousSchedule
 from pvg.errors import ConfigurationError
 from pvg.game import simultaneous
-from pvg.game.simultaneous import VerifierUpdates
+from pvg.game.simultaneous import PairLearning, VerifierUpdates
 from pvg.records import Float32, Role, Rollout
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.pairs import is_held_out
@@ -126,6 +126,16 @@ def test_killed_and_resumed_it_ends_like_the_uninterrupted_run_in_dialogues_too(
     result = drill(changed(settings), 1, 3, lambda line: None, phases=("train_prover",))
     assert result["problems"] == []
     assert result["kills"] == {"train_prover": 1}
+
+
+def test_a_source_that_is_left_out_is_told_once_whether_or_not_the_run_was_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(PairLearning, "excluded", lambda *_: {"round-000": "0 correct"})
+    settings = changed(TURNS | {"verifier.steps": 1, "training.steps": 4, "store.commit_every": 1})
+    run = played(settings, tmp_path, stop_at=("train_prover", 4))[1]
+    assert played(settings, tmp_path, resume=True)[0].status == "complete"
+    assert [row["step"] for row in rows(run, "alert") if row["name"] == "source_excluded"] == [0]
 
 
 def test_sampling_ahead_is_refused():
