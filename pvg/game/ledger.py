@@ -308,7 +308,7 @@ class Ledger:
 
     def _recover(self, experiment: Experiment, code_version: str) -> GameState:
         """The last commit whose files are all intact. Removes everything that no commit names."""
-        loaded = self.directory.load_state(self._check_files)
+        loaded = self.directory.load_state(partial(check_files, self.directory))
         if loaded.state is None:
             inputs = {name: digest for name, (_, digest) in inputs_of(experiment).items()}
             settings = experiment.hash(), experiment.hashed()
@@ -347,16 +347,19 @@ class Ledger:
                     found.append(orjson.loads(line))
         return found
 
-    def _check_files(self, plain: Mapping[str, Any]) -> None:
-        """Raises DamagedFileError if a file that a commit names is missing or damaged."""
-        for shard in plain["shards"]:
-            self._shards.verify(ShardInfo.from_plain(shard))
-        for name in plain["weights"]:
-            verify_checkpoint(self.directory.weights, name)
-        if plain["checkpoint"]:
-            verify_checkpoint(self.directory.checkpoints, plain["checkpoint"])
-        for path in (self.directory.metrics, self.directory.spans):
-            self.directory.verify_journal(plain, path)
+
+def check_files(directory: RunDirectory, state: State) -> None:
+    """Raises DamagedFileError if a file that a commit names is missing or damaged. `state`: the commit as plain
+    data."""
+    shards = RolloutShards(directory.path)
+    for shard in state["shards"]:
+        shards.verify(ShardInfo.from_plain(shard))
+    for name in state["weights"]:
+        verify_checkpoint(directory.weights, name)
+    if state["checkpoint"]:
+        verify_checkpoint(directory.checkpoints, state["checkpoint"])
+    for path in (directory.metrics, directory.spans):
+        directory.verify_journal(state, path)
 
 
 def checkpoints_of(store: FileStateStore) -> set[str]:

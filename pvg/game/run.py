@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -25,7 +26,7 @@ from pvg.config.game import CorrectnessReward, CriticProtocol, DebateProtocol, O
 from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import imported, resolve
 from pvg.game.audit import check_truth
-from pvg.game.ledger import Ledger
+from pvg.game.ledger import Ledger, check_files
 from pvg.game.orders import interaction_of
 from pvg.game.players import Players, refuse_without_ranks, template_of
 from pvg.game.prompt_checks import (
@@ -50,6 +51,7 @@ from pvg.rollout.decoding import check_decoding, check_layers
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.seeds import seed_for
 from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
 from pvg.tasks import opened_task
 from pvg.tasks.task import HasNote, Task
 from pvg.telemetry.device import GpuUnavailableError, gpu_number
@@ -117,10 +119,7 @@ async def play(
     """
     refuse_without_ranks(experiment, ranks)
     started = time.perf_counter()
-    cold = False
-    if experiment.warmup.path is not None:
-        state = run.load_state().state
-        cold = state is None or state["phase"] in (Phase.INIT.value, Phase.WARMUP.value)
+    cold = experiment.warmup.path is not None and _begins_cold(run)
     if cold:
         if not await _warm_up(experiment, run, observer, stop, resume=resume):
             return GameOutcome("interrupted", run.path, [], time.perf_counter() - started)
@@ -145,6 +144,17 @@ async def play(
         return GameOutcome(
             status=status, run=run.path, rounds=list(ledger.state.rounds), seconds=time.perf_counter() - started
         )
+
+
+def _begins_cold(run: RunDirectory) -> bool:
+    """Whether the commit from which the ledger will go on is before the end of the warm start. If the last commit or a
+    file of it is damaged, that is the one before."""
+    before = (Phase.INIT.value, Phase.WARMUP.value)
+    commits = FileStateStore(run.state).commits()
+    if commits and commits[-1]["phase"] not in before:
+        return False
+    state = run.load_state(partial(check_files, run)).state
+    return state is None or state["phase"] in before
 
 
 def _tell_first(experiment: Experiment, session: Session) -> None:

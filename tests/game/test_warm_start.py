@@ -17,6 +17,8 @@ import numpy as np
 import orjson
 import pytest
 import torch
+from kill_drill import warm_experiment
+from small_games import played, told
 from typer.testing import CliRunner
 from verifier.tiny_verifiers import english_tokenizer, language_model
 
@@ -33,7 +35,7 @@ from pvg.game.warm_start import SupervisedObjective, demonstration_batch, proble
 from pvg.models import open_model
 from pvg.records import Role
 from pvg.store.checkpoints import read_checkpoint
-from pvg.store.run_players import find_player
+from pvg.store.run_players import WARMED_PROVER, find_player
 from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg_cli.main import app
@@ -264,6 +266,20 @@ def committed(run: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return found
+
+
+def test_a_damaged_result_of_the_warm_start_is_made_again_from_the_commit_before(tmp_path: Path) -> None:
+    experiment = warm_experiment(tmp_path)
+    played(experiment, tmp_path, stop_at=("warmup", 13))  # at its last step
+    run = played(experiment, tmp_path, stop_at=("warmup", 1), resume=True)[1]  # before the first solution
+    assert committed(run.path)["phase"] == "mint"
+    tensors = run.weights / WARMED_PROVER / "tensors.safetensors"
+    whole = tensors.read_bytes()
+    tensors.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    outcome, _, notices = told(experiment, tmp_path, resume=True)
+    assert outcome.status == "complete"
+    assert any("Went back to the previous commit" in notice for notice in notices)
+    assert tensors.read_bytes() == whole
 
 
 def test_a_changed_file_is_refused_while_the_warm_start_runs(folder: Path) -> None:
