@@ -76,4 +76,10 @@ def kept_for_documents(wanted: bool) -> Iterator[None]:
         _documents.pop()
 
 
+# rich and typer read these at any value, and then fail, or fill lines of any width. A terminal has 1 to 9999 columns.
+for _name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
+    _size = os.environ.get(_name, "")
+    if not (_size.isascii() and _size.isdigit() and 0 < len(_size.lstrip("0")) < 5):
+        os.environ.pop(_name, None)
+
 sys.excepthook = _unhandled

@@ -23,7 +23,7 @@ from pvg.bench.compare import (
     word,
 )
 from pvg.bench.report import BenchReport, read_report
-from pvg.errors import EXIT_CHECK_FAILED, UsageError, shortened, user_paths
+from pvg.errors import EXIT_CHECK_FAILED, UsageError, shortened, user_paths, visible
 from pvg.reporting.formats import peak_memory_texts
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.reporting.terminal import QUIET, section
@@ -119,7 +119,7 @@ def markdown_text(comparison: ReportComparison) -> str:
     for title, table in _differences(comparison).items():
         lines += ["", f"{title}:", "", table.to_markdown()]
     lines += ["", metrics_table(comparison).to_markdown(), "", _method(comparison), ""]
-    return "\n".join([*lines, *(f"- {note}" for note in notes(comparison))]) + "\n"
+    return visible("\n".join([*lines, *(f"- {note}" for note in notes(comparison))]) + "\n")
 
 
 def _sides(comparison: ReportComparison) -> tuple[tuple[str, ReportSide], ...]:

@@ -6,19 +6,33 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TextIO
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.segment import Segment
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from pvg.errors import visible
 from pvg_cli import write_utf8
 
 PIPE_WIDTH = 100  # columns, if the output is not a terminal and COLUMNS is not set
 NARROWEST = 40  # columns; in a narrower output no table can be read
 QUIET = "bright_black"
+
+
+class PlainConsole(Console):
+    """Prints the characters of a text as they are, control characters as escapes. Names, descriptions and solutions
+    come from files, so their brackets are no markup of rich, and their escape codes must not reach the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        return self._visible(super().render(renderable, options))
+
+    def _visible(self, segments: Iterable[Segment]) -> Iterator[Segment]:
+        for text, style, control in segments:
+            yield Segment(text if control or text.isprintable() else visible(text), style, control)
 
 
 def console(stream: TextIO) -> Console:
@@ -28,7 +42,7 @@ def console(stream: TextIO) -> Console:
     columns = os.environ.get("COLUMNS", "")
     wanted = int(columns) if columns.isascii() and columns.isdigit() else 0
     width = None if stream.isatty() else max(NARROWEST, wanted) if wanted else PIPE_WIDTH
-    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+    return PlainConsole(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
 def stdout() -> Console:

@@ -43,6 +43,14 @@ def test_without_a_profile_it_lists_them_with_what_they_prove() -> None:
     assert listed in pvg("bench", "--json").document["profiles"]
 
 
+def test_what_a_profile_says_about_itself_is_no_markup() -> None:
+    tiny = Path("profiles", "tiny.toml")
+    tiny.write_text(tiny.read_text().replace("sorts numbers", "[/x] :smile: \\u001b[31m"))
+    called = pvg("bench")
+    assert called.code == 0, called.err
+    assert "[/x] :smile: \\x1b[31m" in called.out
+
+
 def test_a_profile_writes_its_report_and_says_where_and_what_next() -> None:
     called = pvg("bench", "--profile", "tiny")
     assert called.code == 0, called.err

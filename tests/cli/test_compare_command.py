@@ -52,6 +52,17 @@ def test_the_table_says_what_got_worse_first_and_in_words(
     assert "The environments differ, so the code need not be the reason" in called.out
 
 
+@pytest.mark.parametrize("options", [(), ("--markdown",)])
+def test_texts_of_a_report_are_shown_without_markup_and_control_characters(options: tuple[str, ...]) -> None:
+    metrics = {"[/x]\x1b[31m": lower(BASE), ":cat:\u202e": lower(BASE)}
+    a = saved(made_report(variant(metrics), name="n\x1b]0;t"), Path("a.json"))
+    called = pvg("compare", a, a, *options)
+    assert called.code == 0
+    assert called.out.replace("\n", "").isprintable()
+    for shown in ("[/x]", ":cat:", "n\\x1b]0;t"):
+        assert shown in called.out
+
+
 def test_the_threshold_decides_the_exit_code(reports: tuple[str, str]) -> None:
     called = pvg("compare", *reports, "--fail-above", "5%")
     assert called.code == 1

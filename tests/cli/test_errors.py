@@ -239,6 +239,14 @@ def test_the_code_that_raised_an_error_decides_whose_it_is(
     assert ("Traceback" in called.err) is (code == 70)
 
 
+@pytest.mark.parametrize("size", ["0", "wide", "9" * 20])
+def test_a_size_that_no_terminal_has_changes_nothing(size: str) -> None:
+    sizes = dict.fromkeys(("COLUMNS", "LINES", "TERMINAL_WIDTH"), size)
+    called = pvg_process("schemas", env={**os.environ, **sizes})
+    assert called.code == 0, called.err
+    assert called.out == pvg_process("schemas").out
+
+
 def test_a_document_is_all_that_stdout_has_whatever_a_users_file_prints() -> None:
     """A user's file prints while it is loaded; the prompt has characters that the terminal's encoding has not."""
     Path("own.py").write_text("print('loaded')\ndef own(outcomes, game):\n    return outcomes.scores_N\n")
