@@ -56,9 +56,9 @@ MOST_LINES = 700
 # A study's plan for a GPU, mixtures of reasoning-gym and a game made of TRL took 560, for which 410 went. What three
 # readers stumbled over in pvg attack, measure and evaluate took 160, for which none went. What a verifier keeps, the
 # weight of its reference, and the time and memory of bfloat16 on a CPU took 122, for which 55 went. A round of
-# SmolLM2 made of TRL took 60. What a review found to mend took 341.
+# SmolLM2 made of TRL took 60. What a review found to mend took 358.
 # Still to pay.
-MOST_LINES_OF_ALL, MOST_MODULES = 76_734, 237
+MOST_LINES_OF_ALL, MOST_MODULES = 76_751, 237
 # The tables in TOML files of pvg and the command line, to which lines of Python could move.
 MOST_LINES_OF_TABLES = 2_298
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -27,11 +27,8 @@ class PlainConsole(Console):
     """Prints the characters of a text as they are, control characters as escapes. Names, descriptions and solutions
     come from files, so their brackets are no markup of rich, and their escape codes must not reach the terminal."""
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        return self._visible(super().render(renderable, options))
-
-    def _visible(self, segments: Iterable[Segment]) -> Iterator[Segment]:
-        for text, style, control in segments:
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
             yield Segment(text if control or text.isprintable() else visible(text), style, control)
 
 
