@@ -62,7 +62,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP)  ## make .venv and install pvg with its development tools
 
-train: $(STAMP)  ## play the embedded game: 5 rounds, 1 to 3 minutes on 2 cores
+train: $(STAMP)  ## play the embedded game: 5 rounds, 1 to 4 minutes on 2 cores
 	"$(BIN)/pvg" train
 	@echo "These commands need the environment: . $(VENV)/bin/activate"
 
