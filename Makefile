@@ -72,7 +72,7 @@ check: $(STAMP)  ## lint, type check and the fast tests in parallel (40 seconds 
 fast-tests: $(STAMP)
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -q -n $(FAST_TEST_PROCESSES) --dist worksteal -m "not slow and not drill"
 
-test: $(STAMP) lint types  ## lint, type check and all tests but the drills (6 to 9 minutes on 2 cores)
+test: $(STAMP) lint types  ## lint, type check and all tests but the drills (6 to 23 minutes on 2 cores)
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not drill" \
 	  $(call again,OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -m "not drill")
 

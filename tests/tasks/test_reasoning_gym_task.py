@@ -88,6 +88,7 @@ def test_splits_share_no_question_though_neighbouring_seeds_of_the_package_do(gy
     assert len(set(train) | set(test)) == 400
 
 
+@pytest.mark.slow
 def test_problems_are_the_same_in_another_process(gym):
     code = (
         "from pvg.config.task import ReasoningGymTask; from pvg.tasks import open_task\n"
@@ -120,6 +121,7 @@ def test_model_text_is_never_run(gym, tmp_path):
         assert not victim.exists(), dataset
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "right", "wrong"),
     [
