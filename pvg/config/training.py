@@ -228,7 +228,7 @@ class Training(Section):
 
     @property
     def penalised(self) -> bool:
-        """Whether the loss has a KL term. Of a user's own loss, only the trainer knows it."""
+        """Whether the loss has a KL term. For a user's own loss, only the trainer knows this."""
         return self.kl.coefficient > 0 and self.loss.kind != "dapo"
 
 

@@ -181,7 +181,7 @@ def test_an_answer_to_an_abandoned_expression_is_not_that_of_the_next_one(monkey
 def test_an_answer_with_the_number_of_another_expression_is_refused():
     value_of_latex.cache_clear()
     assert value_of_latex("\\sqrt{36}") == 6
-    expressions._reader._process.stdin.write(b"0 1\n")  # nobody has read its answer
+    expressions._reader._process.stdin.write(b"0 1\n")  # its answer stays in the pipe
     assert value_of_latex("\\sqrt{49}") is None
     assert value_of_latex("\\sqrt{25}") == 5
 
