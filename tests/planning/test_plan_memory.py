@@ -510,6 +510,9 @@ def test_micro_batches_are_sized_by_the_free_memory_of_a_gpu(tmp_path: Path, mon
     served = {"rollout": {"engine": "vllm"}, "serving": {"gpu_memory_utilization": 0.8}}
     assert tokens(whole // 5, **served) == tokens(whole, **served)
     assert tokens(whole // 10, **served) <= tokens(whole, **served)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7 * whole // 8)  # pvg's own, of an earlier game
+    assert tokens(whole // 8) == 16_384
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
 
     # Sampling ahead, a server on the trainer's GPU takes its share all the time. One on another GPU takes nothing.
     ahead = {"rollout": {"engine": "vllm", "prefetch": "fresh"}}
